@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from django.apps import AppConfig
+from django.utils.module_loading import autodiscover_modules
+from django.utils.translation import gettext_lazy as _
+
+
+class DedupjobsConfig(AppConfig):
+    name = "dedupjobs"
+    verbose_name = _("Deduplicated jobs")
+    default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        from dedupjobs import checks, conf, logs  # noqa: PLC0415 - models are loaded by now
+
+        checks.register_all()
+        logs.connect()
+        # A wrong setting is a check with an id; it must not keep `manage.py check` from running.
+        modules = conf.Settings().AUTODISCOVER if any(conf.problems()) else conf.get().AUTODISCOVER
+        autodiscover_modules(*modules)

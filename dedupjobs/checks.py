@@ -1,0 +1,242 @@
+"""
+System checks: what would hurt in production is named by `manage.py check`, with its cure.
+
+``E`` keeps Django from starting, ``W`` warns. Those that read the database run with
+``check --database default`` (``migrate`` runs them too); those that reach for Redis, with
+``check --deploy``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from django.conf import settings
+from django.core.cache import InvalidCacheBackendError, caches
+from django.core.checks import CheckMessage, Error, Tags, Warning, register
+from django.core.exceptions import ImproperlyConfigured
+from django.db import DatabaseError, connections
+from django.utils.module_loading import import_string
+
+from dedupjobs import conf, coordinator, dispatch, lifecycle, registry
+from dedupjobs.models import JobAttempt, ProcessedJob
+
+SHARED_BACKENDS = "django_redis.cache.RedisCache"
+
+
+def register_all() -> None:
+    """Register the checks; called once the app is ready."""
+    for check in (_settings, _jobs, _queues, _lock_cache, _worker, _database_settings):
+        register(check, Tags.compatibility)
+    register(_tables, Tags.database)
+    register(_redis, "dedupjobs", deploy=True)
+
+
+def _settings(**_: Any) -> list[CheckMessage]:
+    return [Error(text, id="dedupjobs.E001") for text in conf.problems()]
+
+
+def _jobs(**_: Any) -> list[CheckMessage]:
+    found: list[CheckMessage] = []
+    for job in registry.every():
+        options = job.options
+        if options.queue not in dispatch.queue_names():
+            known = ", ".join(dispatch.queue_names()) or "none"
+            found.append(
+                Error(
+                    f"Job {job.name} uses queue {options.queue!r}, which RQ_QUEUES lacks "
+                    f"(there: {known}).",
+                    hint="Add the queue to RQ_QUEUES or correct queue= of the job.",
+                    id="dedupjobs.E002",
+                )
+            )
+        if options.atomic and _vendor() == "sqlite" and _too_long_for_sqlite(options):
+            found.append(
+                Error(
+                    f"Job {job.name} is atomic with timeout={options.timeout} on SQLite, whose one "
+                    f"writer keeps its own heartbeat out; that needs timeout < lease / 3 = "
+                    f"{options.lease / 3:g} s.",
+                    hint="Shorten timeout, lengthen lease, or use PostgreSQL or MariaDB.",
+                    id="dedupjobs.E003",
+                )
+            )
+    return found
+
+
+def _too_long_for_sqlite(options: registry.Options) -> bool:
+    return options.timeout is None or options.timeout >= options.lease / 3
+
+
+def _queues(**_: Any) -> list[CheckMessage]:
+    if dispatch.queue_names():
+        return []
+    return [
+        Error(
+            "RQ_QUEUES is missing or empty, so no job can be handed to a worker.",
+            hint='Set RQ_QUEUES = {"default": {"URL": "redis://localhost:6379/0"}}.',
+            id="dedupjobs.E004",
+        )
+    ]
+
+
+def _lock_cache(**_: Any) -> list[CheckMessage]:
+    try:
+        alias = conf.get().LOCK_CACHE
+    except ImproperlyConfigured:
+        return []  # E001 tells
+    try:
+        cache = caches[alias]
+    except InvalidCacheBackendError:
+        return [
+            Error(
+                f'DEDUPJOBS["LOCK_CACHE"] is {alias!r}, which CACHES lacks.',
+                hint="Add a django-redis cache under this alias, or name another one.",
+                id="dedupjobs.E005",
+            )
+        ]
+    if hasattr(cache, "lock"):
+        return []
+    backend = f"{type(cache).__module__}.{type(cache).__qualname__}"
+    return [
+        Error(
+            f"CACHES[{alias!r}] is {backend}, which has no locks that workers share.",
+            hint=f'Use "{SHARED_BACKENDS}", or name an alias that does in DEDUPJOBS["LOCK_CACHE"].',
+            id="dedupjobs.E006",
+        )
+    ]
+
+
+def _worker(**_: Any) -> list[CheckMessage]:
+    path = getattr(settings, "RQ", {}).get("WORKER_CLASS", "rq.Worker")
+    try:
+        reads_json = dispatch.reads_json()
+        if isinstance(path, str):
+            import_string(path)
+    except ImportError as error:
+        return [
+            Error(
+                f'RQ["WORKER_CLASS"] = {path!r} can not be imported: {error}.',
+                hint='Use "dedupjobs.worker.DedupWorker".',
+                id="dedupjobs.E007",
+            )
+        ]
+    if reads_json:
+        return []
+    return [
+        Warning(
+            f'RQ["WORKER_CLASS"] is {path!r}, which brings no coordinator: without one, no retry '
+            "is sent, no dead worker's job is recovered and no lost message is sent again.",
+            hint='Set RQ = {"WORKER_CLASS": "dedupjobs.worker.DedupWorker"}, or run '
+            "`manage.py dedupjobs_coordinator` beside your workers and silence this check.",
+            id="dedupjobs.W001",
+        ),
+        Warning(
+            f'RQ["WORKER_CLASS"] is {path!r}, which unpickles what it reads from Redis: whoever '
+            "can write there can run code in your workers.",
+            hint='"dedupjobs.worker.DedupWorker" reads JSON only.',
+            id="dedupjobs.W002",
+        ),
+    ]
+
+
+def _vendor() -> str:
+    return connections[lifecycle.alias()].vendor
+
+
+def _database_settings(**_: Any) -> list[CheckMessage]:
+    connection = connections[lifecycle.alias()]
+    options = connection.settings_dict.get("OPTIONS", {})
+    if connection.vendor == "sqlite":
+        return list(_sqlite(connection.alias, options))
+    if connection.vendor in ("postgresql", "mysql"):
+        return list(_isolation(connection.alias, options))
+    return [
+        Error(
+            f"Database {connection.alias!r} is {connection.vendor}, which no test here covers.",
+            hint="Use PostgreSQL, MariaDB, MySQL or SQLite for the jobs' tables (a router can "
+            "send them there).",
+            id="dedupjobs.E008",
+        )
+    ]
+
+
+def _sqlite(alias: str, options: dict[str, Any]) -> Iterator[CheckMessage]:
+    mode = options.get("transaction_mode")
+    if str(mode).upper() not in ("IMMEDIATE", "EXCLUSIVE"):
+        yield Error(
+            f"DATABASES[{alias!r}] is SQLite with transaction_mode={mode!r}: a transaction that "
+            "reads first can not become a writer, and fails with 'database is locked'.",
+            hint='Set OPTIONS = {"transaction_mode": "IMMEDIATE", "timeout": 20, "init_command": '
+            '"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL"}.',
+            id="dedupjobs.E009",
+        )
+    if "journal_mode=wal" not in str(options.get("init_command", "")).lower().replace(" ", ""):
+        yield Warning(
+            f"DATABASES[{alias!r}] is SQLite without WAL: readers and the writer block each other.",
+            hint='Add "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL" to '
+            "OPTIONS.",
+            id="dedupjobs.W003",
+        )
+    if float(options.get("timeout", 5)) < 10:  # noqa: PLR2004
+        yield Warning(
+            f"DATABASES[{alias!r}] is SQLite with timeout={options.get('timeout', 5)}: workers and "
+            "web processes share one writer and will fail while they wait.",
+            hint='Set "timeout": 20 in OPTIONS.',
+            id="dedupjobs.W004",
+        )
+
+
+def _isolation(alias: str, options: dict[str, Any]) -> Iterator[CheckMessage]:
+    level = options.get("isolation_level")
+    if level is None:
+        return  # both default to READ COMMITTED in Django
+    name = getattr(level, "name", str(level)).upper().replace("_", " ")
+    if name not in ("READ COMMITTED", "2"):  # psycopg's number for it is 2
+        yield Error(
+            f"DATABASES[{alias!r}] uses isolation level {name}: an atomic job would fail with a "
+            "serialization error as soon as a heartbeat has touched its attempt.",
+            hint="Use READ COMMITTED for the alias that holds the jobs' tables.",
+            id="dedupjobs.E010",
+        )
+
+
+def _tables(databases: Any = None, **_: Any) -> list[CheckMessage]:
+    alias = lifecycle.alias()
+    if alias not in (databases or ()):
+        return []
+    try:
+        there = set(connections[alias].introspection.table_names())
+    except DatabaseError:
+        return []  # Django's own checks tell
+    missing = {m._meta.db_table for m in (ProcessedJob, JobAttempt)} - there
+    if missing:
+        return [
+            Warning(
+                f"Database {alias!r} lacks {', '.join(sorted(missing))}: nothing can be enqueued.",
+                hint="Run: manage.py migrate dedupjobs",
+                id="dedupjobs.W005",
+            )
+        ]
+    return [
+        Warning(
+            f"Rows wait for job {name!r}, which no installed app registers: no worker with this "
+            "code can run them.",
+            hint="Deploy the code that has it, or keep its old name with name=.",
+            id="dedupjobs.W006",
+        )
+        for name in coordinator.unknown_names()
+    ]
+
+
+def _redis(**_: Any) -> list[CheckMessage]:
+    answering = dispatch.reachable_queues() if dispatch.queue_names() else []
+    return [
+        Warning(
+            f"The Redis of queue {name!r} does not answer within {conf.get().LOCK_TIMEOUT:g} s. "
+            "Jobs can be enqueued (their rows wait), but none will run.",
+            hint=f"Start it, or correct RQ_QUEUES[{name!r}].",
+            id="dedupjobs.W007",
+        )
+        for name in dispatch.queue_names()
+        if name not in answering
+    ]

@@ -1,0 +1,108 @@
+"""
+The one source of time, tokens and chance.
+
+Two clocks, never mixed: leases and due times are judged by the *database* (``DbNow``), so
+that no worker's clock matters; durations within one process by ``monotonic``.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from django.db import models
+from django.db.models.expressions import Expression
+from django.utils.dateparse import parse_datetime
+
+monotonic = time.monotonic
+sleep = time.sleep
+uniform = random.SystemRandom().uniform
+
+
+def utcnow() -> datetime:
+    """Return this machine's wall clock, aware, in UTC; for display and Redis stamps only."""
+    return datetime.now(UTC)
+
+
+def token() -> str:
+    """Return 24 hex digits that no other process will ever draw."""
+    return secrets.token_hex(12)
+
+
+class UtcDateTimeField(models.DateTimeField):  # type: ignore[type-arg]
+    """
+    A point in time that is UTC in the database and an aware UTC datetime in Python.
+
+    Django's own field follows USE_TZ, TIME_ZONE and the connection's zone; ``DbNow`` follows
+    none of them, and a lease that is read in another zone than it was written in is hours off.
+    """
+
+    def get_prep_value(self, value: Any) -> Any:
+        if isinstance(value, datetime):
+            if value.tzinfo is None:
+                raise ValueError(f"{self.name}: {value!r} has no time zone; give an aware datetime")
+            return value.astimezone(UTC)
+        return value if value is None or hasattr(value, "resolve_expression") else str(value)
+
+    def get_db_prep_value(self, value: Any, connection: Any, prepared: bool = False) -> Any:
+        value = value if prepared else self.get_prep_value(value)
+        if not isinstance(value, datetime) or connection.vendor == "postgresql":
+            return value
+        # Milliseconds on SQLite, as strftime('%f') writes them: the text must compare right.
+        digits = "milliseconds" if connection.vendor == "sqlite" else "microseconds"
+        return value.replace(tzinfo=None).isoformat(" ", digits)
+
+    def select_format(self, compiler: Any, sql: str, params: Any) -> Any:
+        if compiler.connection.vendor == "postgresql":
+            return f"({sql}) AT TIME ZONE 'UTC'", params
+        return sql, params
+
+    def from_db_value(self, value: Any, expression: Any, connection: Any) -> datetime | None:
+        if isinstance(value, str):
+            value = parse_datetime(value)
+        return None if value is None else value.replace(tzinfo=UTC)
+
+
+class DbNow(Expression):
+    """
+    The database's present moment in UTC, plus ``after`` (seconds or a timedelta).
+
+    PostgreSQL's clock_timestamp() moves on within a transaction, unlike now(), which would
+    grant leases from the transaction's start. ``steady`` reads it once per statement, so that
+    an index can bound a sweep by it.
+    """
+
+    def __init__(self, after: float | timedelta = 0, *, steady: bool = False) -> None:
+        super().__init__(output_field=UtcDateTimeField())
+        seconds = after.total_seconds() if isinstance(after, timedelta) else after
+        self.microseconds = round(seconds * 1_000_000)
+        self.steady = steady
+
+    def as_sql(self, compiler: Any, connection: Any, **_: Any) -> tuple[str, tuple[Any, ...]]:
+        return getattr(self, f"_{connection.vendor}")(), ()
+
+    def _postgresql(self) -> str:
+        now = "(SELECT clock_timestamp())" if self.steady else "clock_timestamp()"
+        return f"({now} + interval '{self.microseconds} microseconds')"
+
+    def _mysql(self) -> str:
+        return f"(UTC_TIMESTAMP(6) + INTERVAL {self.microseconds} MICROSECOND)"
+
+    def _sqlite(self) -> str:
+        shift = f"{self.microseconds / 1_000_000:+.6f} seconds"
+        return f"strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '{shift}')"
+
+
+def read_db_now(connection: Any) -> datetime:
+    """Return the present moment of ``connection``'s database, in one round trip."""
+    sql, _ = DbNow().as_sql(None, connection)
+    if connection.vendor == "postgresql":
+        sql = f"{sql} AT TIME ZONE 'UTC'"
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT {sql}", [])
+        value = cursor.fetchone()[0]
+    found = datetime.fromisoformat(value) if isinstance(value, str) else value
+    return found.replace(tzinfo=UTC)

@@ -1,0 +1,115 @@
+"""
+The DEDUPJOBS setting, typed. Seconds are floats (a timedelta does too), sizes are bytes.
+
+    DEDUPJOBS = {"RESEND_AFTER": 10, "DEFAULTS": {"lease": 5}}
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+from django.core.signals import setting_changed
+
+SHORTEST, LONGEST = 0.001, 30 * 86_400.0  # seconds that a setting may say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a project may set; the defaults suit most."""
+
+    AUTODISCOVER: tuple[str, ...] = ("jobs",)  # modules of each app that hold jobs
+    LOCK_CACHE: str = "default"  # alias in CACHES, a django-redis one
+    PREFIX: str = "dedupjobs"  # of every key of ours in Redis
+    TICK: float = 1.0  # between two rounds of the coordinator
+    RECLAIM_EVERY: float = 5.0  # between two looks for dead attempts
+    RESEND_AFTER: float = 30.0  # before a message may count as lost
+    LEADER_TTL: float = 10.0  # of the coordinator's leader lease
+    TIMEOUT_GRACE: float = 5.0  # from a job's time-out to the kill of its process
+    SHUTDOWN_GRACE: float = 25.0  # from SIGTERM to the interruption of the running job
+    BATCH: int = 100  # rows a sweep reads and messages a pipeline carries
+    FOREIGN_PICKLE: bool = False  # may a DedupWorker unpickle jobs that are not ours
+    PUSH_TIMEOUT: float = 0.25  # that a web request may lose to Redis each second
+    LOCK_TIMEOUT: float = 0.5  # for one lock command
+    MAX_PAYLOAD: int = 64 * 1024
+    MAX_RESULT: int = 64 * 1024
+    MAX_TRACEBACK: int = 16 * 1024
+    DEFAULTS: Mapping[str, Any] = field(default_factory=dict)  # option defaults for all jobs
+
+
+def get() -> Settings:
+    """Return the project's settings, or raise ImproperlyConfigured naming the first mistake."""
+    return _read()
+
+
+def option_defaults() -> dict[str, Any]:
+    """Return DEDUPJOBS["DEFAULTS"] as given; jobs are decorated before checks can run."""
+    given = getattr(settings, "DEDUPJOBS", {})
+    defaults = given.get("DEFAULTS", {}) if isinstance(given, Mapping) else {}
+    return dict(defaults) if isinstance(defaults, Mapping) else {}
+
+
+def problems() -> Iterator[str]:
+    """Yield a sentence per mistake in DEDUPJOBS, each with its cure."""
+    given = getattr(settings, "DEDUPJOBS", {})
+    if not isinstance(given, Mapping):
+        yield f"DEDUPJOBS is {given!r}; it must be a dict."
+        return
+    known = {f.name: f for f in fields(Settings)}
+    for name, value in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, 1, 0.5)
+            hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}."
+            yield f"DEDUPJOBS[{name!r}] is not a setting. {hint}"
+        elif wrong := _wrong(name, value, str(known[name].type)):
+            yield f"DEDUPJOBS[{name!r}] = {value!r}: {wrong}"
+
+
+def _wrong(name: str, value: Any, kind: str) -> str:
+    """Return why ``value`` does not fit, or an empty string."""
+    if kind == "float":
+        number = _seconds(value)
+        fits = isinstance(number, float) and SHORTEST <= number <= LONGEST
+        return "" if fits else "give seconds from 0.001 to 2,592,000, or a timedelta."
+    if kind == "int":
+        fits = type(value) is int and 1 <= value <= 2**31
+        return "" if fits else "give a whole number of at least 1."
+    if kind == "bool":
+        return "" if isinstance(value, bool) else "give True or False."
+    if kind == "str":
+        return "" if isinstance(value, str) and value else "give a non-empty string."
+    if name == "AUTODISCOVER":
+        fits = isinstance(value, (tuple, list)) and all(isinstance(v, str) for v in value)
+        return "" if fits else 'give a tuple of module names, for example ("jobs",).'
+    return "" if isinstance(value, Mapping) else "give a dict of @job options."
+
+
+def _seconds(value: Any) -> Any:
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    return float(value) if type(value) in (int, float) else value
+
+
+@lru_cache(maxsize=1)
+def _read() -> Settings:
+    if first := next(problems(), None):
+        raise ImproperlyConfigured(first)
+    given = dict(getattr(settings, "DEDUPJOBS", {}))
+    for f in fields(Settings):
+        if f.name in given and str(f.type) == "float":
+            given[f.name] = _seconds(given[f.name])
+    return Settings(**given)
+
+
+def _forget(*, setting: str, **_: Any) -> None:
+    if setting == "DEDUPJOBS":
+        _read.cache_clear()
+
+
+setting_changed.connect(_forget)

@@ -1,0 +1,111 @@
+"""What a running job sees of itself: ``current_attempt()``."""
+
+from __future__ import annotations
+
+import contextvars
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+from django.db import connections
+
+from dedupjobs import clock, lifecycle
+from dedupjobs.endings import clip
+from dedupjobs.exceptions import Cancel, Hold, LeaseLost, NoCurrentAttempt
+from dedupjobs.heartbeat import Heart
+from dedupjobs.lifecycle import Claim
+from dedupjobs.models import ProcessedJob
+
+LOOK_EVERY = 1.0  # seconds between two reads that check() makes by itself
+
+_current: contextvars.ContextVar[Attempt | None] = contextvars.ContextVar(
+    "dedupjobs_attempt", default=None
+)
+
+
+class Attempt:
+    """The attempt that runs this code."""
+
+    def __init__(self, claim: Claim, heart: Heart) -> None:
+        self._claim = claim
+        self._heart = heart
+        self._looked = clock.monotonic()
+
+    @property
+    def number(self) -> int:
+        """Which attempt of the key this is, counted over its life, from 1."""
+        return self._claim.number
+
+    @property
+    def fence(self) -> int:
+        """
+        A number that grows with every attempt of the key, issued by the database.
+
+        Hand it to a resource that can refuse a smaller one than it has seen.
+        """
+        return self._claim.fence
+
+    @cached_property
+    def job(self) -> ProcessedJob:
+        """The job's row, as it was when first asked for."""
+        return lifecycle.jobs().get(pk=self._claim.job_pk)
+
+    def idempotency_key(self, effect: str = "") -> str:
+        """
+        Return a text that is equal for all attempts of one intended execution.
+
+        Hand it to a service that recognises repeated requests, or ask it by this key before
+        repeating. ``effect`` tells several effects of one job apart.
+        """
+        claim = self._claim
+        parts = [claim.key_hash[:16], str(claim.job_pk), str(claim.generation), effect]
+        return "-".join(part for part in parts if part)
+
+    def check(self) -> None:
+        """
+        Raise if this attempt should not go on; call it before an effect and in long loops.
+
+        LeaseLost: another attempt may own the job. Cancel, Hold: an operator asked. Cheap: at
+        most one read a second.
+        """
+        self._heart.touch()
+        self._look()
+        if self._heart.lost.is_set():
+            raise LeaseLost(f"attempt {self.number} (fence {self.fence}) was given up for lost")
+        if self._heart.pulse.cancel:
+            raise Cancel("cancelled on request", requested=True)
+        if self._heart.pulse.hold:
+            raise Hold("held on request")
+
+    def progress(self, done: float, total: float | None = None, text: str = "") -> None:
+        """Say how far the job is; kept in memory and written by the next heartbeat."""
+        self._heart.progress = json.dumps([done, total, clip(text, 500)])
+        self.check()
+
+    def _look(self) -> None:
+        due = clock.monotonic() - self._looked >= LOOK_EVERY
+        if due and not connections[lifecycle.alias()].needs_rollback:
+            self._looked = clock.monotonic()
+            self._heart.see(lifecycle.look(self._claim.fence))
+
+
+def current_attempt() -> Attempt:
+    """Return the attempt that runs this code, or raise NoCurrentAttempt."""
+    attempt = _current.get()
+    if attempt is None:
+        raise NoCurrentAttempt(
+            "current_attempt() works only inside a job that a worker runs; calling the job's "
+            "function directly makes no attempt"
+        )
+    return attempt
+
+
+@contextmanager
+def entered(attempt: Attempt) -> Iterator[None]:
+    """Make ``attempt`` the current one for the block."""
+    token = _current.set(attempt)
+    try:
+        yield
+    finally:
+        _current.reset(token)

@@ -1,0 +1,345 @@
+"""
+Getting every job going again: hand over what is due, reclaim what has died, re-send what RQ lost.
+
+One round is ``Coordinator.tick()``; loops and commands call it. Any number of coordinators may
+run: each act is a guarded UPDATE, and the leader lease in Redis only saves double work. Every
+sweep starts from the beginning, so a row that can not be handled blocks none behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.db import DatabaseError, InterfaceError, connections
+from django.db.models import Q
+from redis.exceptions import RedisError
+
+from dedupjobs import clock, conf, dispatch, lifecycle, locks, registry, signals
+from dedupjobs.clock import DbNow
+from dedupjobs.dispatch import Delivery
+from dedupjobs.lifecycle import Lost
+from dedupjobs.locks import Grip
+from dedupjobs.models import WAITING, ProcessedJob, Status
+
+PAGES = 20  # of BATCH rows that one sweep of one tick works through
+HEAD = 100  # ids read at the head of a queue to find one of ours
+CROWD = 10_000  # ids searched for one of ours where foreign jobs crowd the head
+EPOCH_TTL = 86_400
+WORST_PAUSE = 30.0  # seconds between tries while the database is away
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What one tick did. ``leads``: False, another coordinator is at it."""
+
+    leads: bool = True
+    handed_over: int = 0
+    resent: int = 0
+    lost: tuple[Lost, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """An open attempt as a sweep saw it; ``still``: seconds its beat was seen unchanged."""
+
+    fence: int
+    job_pk: int
+    name: str
+    key: str
+    owner: str
+    beat_at: datetime
+    lease: float
+    overdue: float
+    still: float
+
+    @property
+    def expired(self) -> bool:
+        """The lease is over by the database's clock, and no beat came for a third of it."""
+        return self.overdue > 0 and self.still >= self.lease / 3
+
+    @property
+    def ahead(self) -> bool:
+        """The lease ends later than any beat of a right clock writes, and no beat came for it."""
+        return self.overdue < -self.lease and self.still >= self.lease
+
+
+@dataclass(slots=True)
+class Coordinator:
+    """Keeps between ticks only what it has seen itself: who beat when, by its own clock."""
+
+    owner: str = field(default_factory=clock.token)
+    _beats: dict[int, tuple[datetime, float]] = field(default_factory=dict)
+    _popped: dict[str, float] = field(default_factory=dict)
+    _wiped: dict[str, datetime] = field(default_factory=dict)
+    _next_sweep: float = -math.inf
+
+    def tick(self) -> Round:
+        """Do one round, if no other coordinator leads; without Redis all lead, harmlessly."""
+        if locks.lead(self.owner, ttl=conf.get().LEADER_TTL) is Grip.BUSY:
+            self._beats.clear()
+            return Round(leads=False)
+        lost: list[Lost] = []
+        resent = 0
+        if sweep := clock.monotonic() >= self._next_sweep:
+            self._next_sweep = clock.monotonic() + conf.get().RECLAIM_EVERY
+            lost = self.reclaim()
+        queues = dispatch.reachable_queues()
+        handed_over = self.hand_over(queues)
+        for queue in queues:
+            try:
+                resent += self.resend_wiped(queue)
+                resent += self.resend_lost(queue) if sweep else 0
+            except (RedisError, OSError) as error:
+                signals.tell(signals.coordinator_failed, "", error=error)
+        return Round(handed_over=handed_over, resent=resent, lost=tuple(lost))
+
+    def run(self, rest: Callable[[float], bool]) -> None:
+        """Tick until ``rest(seconds)`` returns True; a database that is away is waited for."""
+        pause = conf.get().TICK
+        while not rest(pause):
+            try:
+                self.tick()
+                pause = conf.get().TICK
+            except (DatabaseError, InterfaceError) as error:
+                signals.tell(signals.coordinator_failed, "", error=error)
+                connections.close_all()
+                pause = min(pause * 2, WORST_PAUSE)
+
+    # ---- due rows that have no message
+
+    def hand_over(self, queues: Iterable[str]) -> int:
+        """Push waiting rows that are due and were never sent, oldest first."""
+        names, pushed = list(queues), 0
+        for _ in range(PAGES):
+            due = lifecycle.jobs().filter(
+                status__in=WAITING,
+                dispatched_at=None,
+                run_after__lte=DbNow(steady=True),
+                queue__in=names,
+            )
+            rows = _page(due.order_by("run_after", "pk"))
+            sent = _send(rows)
+            pushed += sent
+            if sent < conf.get().BATCH:
+                break
+        return pushed
+
+    # ---- attempts whose worker is gone
+
+    def reclaim(self, *, limit: int | None = None) -> list[Lost]:
+        """Take the jobs of attempts that are expired by both witnesses; ``limit``: at most."""
+        taken: list[Lost] = []
+        for suspect in self.suspects():
+            if limit is not None and len(taken) >= limit:
+                break
+            if not (suspect.expired or suspect.ahead):
+                continue
+            lost = lifecycle.reclaim(
+                suspect.fence,
+                beat_at=suspect.beat_at,
+                ahead_of=suspect.lease if suspect.ahead else None,
+                reason=f"lost: no heartbeat since {suspect.beat_at:%Y-%m-%d %H:%M:%S} UTC",
+            )
+            if lost:
+                taken.append(lost)
+                tell_lost(lost, "lease")
+        return taken
+
+    def suspects(self) -> Iterator[Suspect]:
+        """
+        Yield all open attempts with how long each beat stood still by *our* monotonic clock.
+
+        Two witnesses: the lease by the database's clock, the standstill by ours. A jump of
+        either clock alone takes no live job.
+        """
+        seen: dict[int, tuple[datetime, float]] = {}
+        for row in _open_attempts():
+            now = clock.monotonic()
+            beat_at, since = self._beats.get(row.pk, (None, now))
+            since = since if beat_at == row.beat_at else now
+            seen[row.pk] = (row.beat_at, since)
+            yield Suspect(
+                fence=row.pk,
+                job_pk=row.job_id,
+                name=row.job.name,
+                key=row.job.key,
+                owner=row.owner,
+                beat_at=row.beat_at,
+                # As its own last beat wrote it: another deploy may have another lease.
+                lease=(row.lease_until - row.beat_at).total_seconds(),
+                overdue=(row.db_now - row.lease_until).total_seconds(),
+                still=now - since,
+            )
+        self._beats = seen
+
+    # ---- messages that RQ has lost
+
+    def resend_wiped(self, queue: str) -> int:
+        """Send everything again that waits on a server which has lost our epoch key."""
+        server = dispatch.server_of(queue)
+        if server not in self._wiped:
+            if dispatch.touch_epoch(queue, ttl=EPOCH_TTL):
+                return 0
+            self._wiped[server] = lifecycle.database_now()
+        resent = 0
+        for name in dispatch.queue_names():
+            if dispatch.server_of(name) == server:
+                resent += self._resend_before(name, self._wiped[server])
+        dispatch.set_epoch(queue, ttl=EPOCH_TTL)
+        del self._wiped[server]
+        return resent
+
+    def _resend_before(self, queue: str, moment: datetime) -> int:
+        resent = 0
+        while rows := _page(_sent_before(queue, moment)):
+            resent += (sent := _send(rows))
+            if sent < len(rows):
+                raise RedisError(f"queue {queue!r} can not be filled again right now")
+        if resent:
+            signals.tell(signals.messages_resent, "", queue=queue, count=resent, cause="wiped")
+        return resent
+
+    def resend_lost(self, queue: str) -> int:
+        """
+        Send again what has waited longer than RESEND_AFTER and is in no worker's or queue's hands.
+
+        RQ's job hash proves nothing: it outlives a message that was popped and lost. Queues are
+        first in, first out, so a row that was handed over well before the one at the head can
+        not stand behind it; a long honest backlog is not copied and costs one page.
+        """
+        after = timedelta(seconds=conf.get().RESEND_AFTER)
+        horizon = lifecycle.database_now() - after
+        if not _sent_before(queue, horizon).exists():
+            return 0
+        view = dispatch.view(queue, count=HEAD)
+        in_hands = view.started | self._freshly_popped(view.popped)
+        first = _first_of_ours(view.head)
+        if first is not None:
+            horizon = min(horizon, first - after)
+        crowded = bool(view.head) and first is None
+        resent = 0
+        for rows in _pages(_sent_before(queue, horizon)):
+            resent += _send(
+                [
+                    row
+                    for row in rows
+                    if row.dispatch_id not in in_hands
+                    and not (crowded and _stands_in(queue, row.dispatch_id))
+                ]
+            )
+        if resent:
+            signals.tell(signals.messages_resent, "", queue=queue, count=resent, cause="lost")
+        return resent
+
+    def _freshly_popped(self, popped: frozenset[str]) -> set[str]:
+        """
+        Return the popped ids that we have not yet seen for RESEND_AFTER.
+
+        A worker that died between pop and start leaves its id there until RQ cleans up, which
+        takes up to half an hour.
+        """
+        now = clock.monotonic()
+        self._popped = {i: self._popped.get(i, now) for i in popped}
+        return {i for i, since in self._popped.items() if now - since < conf.get().RESEND_AFTER}
+
+
+def tell_lost(lost: Lost, cause: str) -> None:
+    """Say that an attempt was taken from its owner, and that its job is dead if it is."""
+    signals.tell(
+        signals.attempt_lost,
+        lost.name,
+        job_pk=lost.job_pk,
+        fence=lost.fence,
+        outcome=lost.outcome,
+        status=lost.status,
+        cause=cause,
+    )
+    if lost.status == Status.DEAD:
+        signals.tell(signals.job_dead, lost.name, job_pk=lost.job_pk, key=lost.key, reason="lost")
+
+
+def unknown_names() -> list[str]:
+    """Return the names of active rows that no job of this process has."""
+    waiting = lifecycle.jobs().filter(status__in=(*WAITING, Status.RUNNING))
+    found = waiting.order_by("name").values_list("name", flat=True).distinct()
+    return [name for name in found if registry.find(name) is None]
+
+
+def _open_attempts() -> Iterator[Any]:
+    """Yield open attempts by primary key, a page at a time, each with the database's clock."""
+    last = 0
+    while True:
+        rows = list(
+            lifecycle.attempts()
+            .filter(outcome=None, pk__gt=last)
+            .select_related("job")
+            .only("job__name", "job__key", "owner", "beat_at", "lease_until")
+            .annotate(db_now=DbNow())
+            .order_by("pk")[: conf.get().BATCH]
+        )
+        yield from rows
+        if len(rows) < conf.get().BATCH:
+            return
+        last = rows[-1].pk
+
+
+def _sent_before(queue: str, moment: datetime) -> Any:
+    """Return waiting rows of a queue that were handed over before ``moment``, oldest first."""
+    return (
+        lifecycle.jobs()
+        .filter(status__in=WAITING, queue=queue, dispatched_at__lt=moment)
+        .order_by("dispatched_at", "pk")
+    )
+
+
+def _page(rows: Any) -> list[ProcessedJob]:
+    return list(
+        rows.only("pk", "version", "generation", "name", "queue", "dispatch_id", "dispatched_at")[
+            : conf.get().BATCH
+        ]
+    )
+
+
+def _pages(rows: Any) -> Iterator[list[ProcessedJob]]:
+    """Yield pages in the order of hand-over, at most PAGES, each from behind the last one."""
+    page = _page(rows)
+    for _ in range(PAGES):
+        yield page
+        if len(page) < conf.get().BATCH:
+            return
+        last = page[-1]
+        behind = Q(dispatched_at__gt=last.dispatched_at)
+        behind |= Q(dispatched_at=last.dispatched_at, pk__gt=last.pk)
+        page = _page(rows.filter(behind))
+
+
+def _stands_in(queue: str, dispatch_id: str | None) -> bool:
+    return dispatch_id is not None and dispatch.in_queue(queue, dispatch_id, within=CROWD)
+
+
+def _send(rows: list[ProcessedJob]) -> int:
+    """Give each row that has not moved on a new RQ id, and push them; return how many went out."""
+    deliveries = []
+    for row in rows:
+        sent_as = lifecycle.mark_sent(row.pk, row.version, row.dispatch_id)
+        if sent_as is not None:
+            deliveries.append(
+                Delivery(
+                    queue=row.queue,
+                    dispatch_id=sent_as,
+                    name=row.name,
+                    rows=((row.pk, row.generation),),
+                )
+            )
+    return dispatch.push(deliveries)
+
+
+def _first_of_ours(head: tuple[str, ...]) -> datetime | None:
+    """Return when the first row at the head whose message is still its newest was handed over."""
+    found = lifecycle.jobs().filter(dispatch_id__in=head, status__in=WAITING)
+    handed_over = dict(found.values_list("dispatch_id", "dispatched_at"))
+    return next((handed_over[i] for i in head if i in handed_over), None)

@@ -1,0 +1,61 @@
+"""
+What a worker's database connections are set to, so that a dead host's transaction ends.
+
+By default PostgreSQL keeps an idle transaction for ever and notices a vanished peer after two
+hours; until then the rows that it had locked can not be reclaimed.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from django.db import connections
+from django.db.backends.signals import connection_created
+
+from dedupjobs import conf, registry
+
+_POSTGRESQL = """
+SELECT set_config('idle_in_transaction_session_timeout', %s, false),
+       set_config('tcp_keepalives_idle', '10', false),
+       set_config('tcp_keepalives_interval', '5', false),
+       set_config('tcp_keepalives_count', '3', false)
+"""
+_MARIADB = "SET SESSION idle_transaction_timeout = %s"
+
+_hardened = threading.Event()
+
+
+def harden_connections() -> None:
+    """Set this process's open and future connections; to be called once per worker process."""
+    if _hardened.is_set():
+        return
+    _hardened.set()
+    connection_created.connect(_on_created, dispatch_uid="dedupjobs.hardening")
+    for connection in connections.all(initialized_only=True):
+        if connection.connection is not None and not connection.in_atomic_block:
+            _harden(connection)
+
+
+def idle_limit() -> int:
+    """Return the seconds a transaction may idle: the longest time-out of all jobs and the grace.
+
+    0, no limit, if one of the jobs may run without end.
+    """
+    timeouts = [job.options.timeout for job in registry.every()]
+    if not timeouts or None in timeouts:
+        return 0
+    return int(max(t for t in timeouts if t is not None) + conf.get().TIMEOUT_GRACE) + 1
+
+
+def _on_created(connection: Any, **_: Any) -> None:
+    _harden(connection)
+
+
+def _harden(connection: Any) -> None:
+    if connection.vendor == "postgresql":
+        with connection.cursor() as cursor:
+            cursor.execute(_POSTGRESQL, [f"{idle_limit()}s"])
+    elif connection.vendor == "mysql" and connection.mysql_is_mariadb:
+        with connection.cursor() as cursor:
+            cursor.execute(_MARIADB, [idle_limit()])

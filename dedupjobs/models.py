@@ -1,0 +1,184 @@
+"""
+The two tables that are the truth; everything in Redis can be rebuilt from them.
+
+No constraint or index has a condition, since MySQL knows none. Columns that a heartbeat touches
+stand in no index, so that PostgreSQL updates them in place.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from django.db import models
+from django.utils.translation import gettext_lazy as _
+
+from dedupjobs.clock import UtcDateTimeField
+
+
+class Status(models.TextChoices):
+    """Where a job is in its life; ``lifecycle`` alone moves it."""
+
+    PENDING = "PENDING", _("pending")
+    RUNNING = "RUNNING", _("running")
+    RETRYING = "RETRYING", _("waiting for a retry")
+    SUCCEEDED = "SUCCEEDED", _("succeeded")
+    DEAD = "DEAD", _("dead")
+    CANCELLED = "CANCELLED", _("cancelled")
+    HELD = "HELD", _("held for a person")
+
+
+WAITING = (Status.PENDING, Status.RETRYING)
+ACTIVE = (*WAITING, Status.RUNNING)
+FINAL = (Status.SUCCEEDED, Status.DEAD, Status.CANCELLED)
+
+
+class AttemptOutcome(models.TextChoices):
+    """How an attempt ended; NULL while it is open, written once."""
+
+    SUCCEEDED = "SUCCEEDED", _("succeeded")
+    FAILED = "FAILED", _("failed")
+    TIMED_OUT = "TIMED_OUT", _("timed out")
+    LOST = "LOST", _("lost: its worker died or stopped beating")
+    INTERRUPTED = "INTERRUPTED", _("interrupted by a shutdown")
+    SNOOZED = "SNOOZED", _("snoozed")
+    CANCELLED = "CANCELLED", _("cancelled")
+    HELD = "HELD", _("held for a person")
+    RETURNED = "RETURNED", _("returned before it began")
+
+
+class Kind(StrEnum):
+    """What an enqueue did."""
+
+    CREATED = "CREATED"  # a run will follow
+    DUPLICATE = "DUPLICATE"  # the key is active already
+    REPLAYED = "REPLAYED"  # the key has succeeded and still holds
+    REPLACED = "REPLACED"
+    RERUN = "RERUN"
+    DEBOUNCED = "DEBOUNCED"
+    BLOCKED = "BLOCKED"  # a person or a policy stands in the way
+
+
+class ProcessedJob(models.Model):
+    """One business key, for life: a later run reopens the row, nothing inserts a second one."""
+
+    key_hash = models.CharField(_("key hash"), max_length=64, unique=True)
+    key = models.CharField(
+        _("key"), max_length=200, blank=True, help_text=_("Readable, cut to 200 characters.")
+    )
+    scope = models.CharField(_("scope"), max_length=200, blank=True, help_text=_("The tenant."))
+    name = models.CharField(_("job"), max_length=200)
+    queue = models.CharField(_("queue"), max_length=100)
+    status = models.CharField(
+        _("status"), max_length=10, choices=Status.choices, default=Status.PENDING
+    )
+    version = models.PositiveBigIntegerField(
+        _("version"), default=0, help_text=_("Grows with every change but joins and beats.")
+    )
+    generation = models.PositiveIntegerField(
+        _("generation"), default=1, help_text=_("Names one intended execution.")
+    )
+    attempts = models.PositiveIntegerField(
+        _("attempts"), default=0, help_text=_("Ever made; the number of the newest one.")
+    )
+    failures = models.PositiveIntegerField(_("failures"), default=0)
+    lost_count = models.PositiveIntegerField(_("lost attempts"), default=0)
+    max_attempts = models.PositiveIntegerField(_("override of max_attempts"), null=True, blank=True)
+    args = models.TextField(_("arguments"), help_text=_("JSON."))
+    fingerprint = models.CharField(_("fingerprint"), max_length=64)
+    rerun_args = models.TextField(_("arguments of a waiting rerun"), null=True, blank=True)
+    rerun_fingerprint = models.CharField(max_length=64, null=True, blank=True)
+    run_after = UtcDateTimeField(_("not before"))
+    debounce_deadline = UtcDateTimeField(_("debounced until"), null=True, blank=True)
+    dispatch_id = models.CharField(
+        _("RQ id"), max_length=64, null=True, blank=True, help_text=_("Of the last hand-over.")
+    )
+    dispatched_at = UtcDateTimeField(_("handed over"), null=True, blank=True)
+    cancel_requested = models.BooleanField(_("cancel requested"), default=False)
+    hold_requested = models.BooleanField(_("hold requested"), default=False)
+    result = models.TextField(_("result"), null=True, blank=True, help_text=_("JSON."))
+    error = models.TextField(_("error"), blank=True)
+    duplicates = models.PositiveBigIntegerField(_("duplicates"), default=0)
+    traceparent = models.CharField(max_length=64, blank=True)
+    created_at = UtcDateTimeField(_("created"))
+    enqueued_at = UtcDateTimeField(_("enqueued"))
+    started_at = UtcDateTimeField(_("started"), null=True, blank=True)
+    finished_at = UtcDateTimeField(_("finished"), null=True, blank=True)
+    unique_until = UtcDateTimeField(
+        _("key held until"), null=True, blank=True, help_text=_("Empty once succeeded: for ever.")
+    )
+
+    class Meta:
+        verbose_name = _("job")
+        verbose_name_plural = _("jobs")
+        indexes = [
+            models.Index(fields=["status", "dispatched_at", "run_after"], name="dedupjobs_due"),
+            models.Index(fields=["status", "finished_at"], name="dedupjobs_final"),
+            models.Index(fields=["name", "status"], name="dedupjobs_name"),
+            models.Index(fields=["queue", "status"], name="dedupjobs_queue"),
+            models.Index(fields=["scope", "key"], name="dedupjobs_key"),
+            models.Index(fields=["dispatch_id"], name="dedupjobs_dispatch"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.key}"
+
+
+class JobAttempt(models.Model):
+    """
+    One claim of one job. Its primary key is the fencing token.
+
+    The database issues it after the job's row was won, so it grows strictly per key, and it
+    survives a wiped Redis. The lease lives here and not on the job, so that a business
+    transaction which touches the job's row does not starve the beats.
+    """
+
+    job = models.ForeignKey(
+        ProcessedJob, models.CASCADE, related_name="attempt_set", db_index=False
+    )
+    number = models.PositiveIntegerField(_("number"))
+    generation = models.PositiveIntegerField(_("generation"))
+    owner = models.CharField(_("owner"), max_length=64, unique=True)
+    lease_until = UtcDateTimeField(_("leased until"))
+    beat_at = UtcDateTimeField(_("last beat"))
+    began_at = UtcDateTimeField(
+        _("began"), null=True, blank=True, help_text=_("When the job's own code was started.")
+    )
+    active_at = UtcDateTimeField(_("last activity"), null=True, blank=True)
+    progress = models.TextField(_("progress"), blank=True, help_text=_("JSON [done, total, text]."))
+    outcome = models.CharField(
+        _("outcome"), max_length=12, choices=AttemptOutcome.choices, null=True, blank=True
+    )
+    late_ending = models.CharField(
+        _("late ending"),
+        max_length=12,
+        blank=True,
+        help_text=_("What it did after it was given up."),
+    )
+    host = models.CharField(_("host"), max_length=200, blank=True)
+    pid = models.PositiveIntegerField(_("pid"), null=True, blank=True)
+    rq_id = models.CharField(_("RQ id"), max_length=200, blank=True)
+    error_class = models.CharField(_("error class"), max_length=200, blank=True)
+    error_message = models.TextField(_("error message"), blank=True)
+    traceback = models.TextField(_("traceback"), blank=True)
+    reason = models.TextField(_("reason"), blank=True)
+    lock_wait = models.FloatField(_("lock wait"), null=True, blank=True, help_text=_("Seconds."))
+    queue_delay = models.FloatField(
+        _("queue delay"), null=True, blank=True, help_text=_("Seconds.")
+    )
+    run_time = models.FloatField(_("run time"), null=True, blank=True, help_text=_("Seconds."))
+    claimed_at = UtcDateTimeField(_("claimed"))
+    ended_at = UtcDateTimeField(_("ended"), null=True, blank=True)
+
+    class Meta:
+        verbose_name = _("attempt")
+        verbose_name_plural = _("attempts")
+        constraints = [
+            models.UniqueConstraint(fields=["job", "number"], name="dedupjobs_one_per_number")
+        ]
+        indexes = [
+            models.Index(fields=["outcome"], name="dedupjobs_outcome"),
+            models.Index(fields=["error_class"], name="dedupjobs_error"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.job_id} #{self.number}"

@@ -1,0 +1,377 @@
+"""
+The jobs this process knows, by name.
+
+``@job`` turns a function into a frozen ``Job``. Modules called ``jobs`` of every installed app
+are imported at start (DEDUPJOBS["AUTODISCOVER"]), so that a web process and a worker agree.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
+
+from django.apps import apps
+
+from dedupjobs import conf, keys
+from dedupjobs.backoff import Backoff, Constant, Exponential
+from dedupjobs.exceptions import ArgumentError, JobDefinitionError, UnknownJob
+
+if TYPE_CHECKING:
+    from dedupjobs.client import Outcome
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+FOREVER = timedelta.max
+"""``unique_for=FOREVER``: a key that has succeeded never runs again."""
+
+SHORTEST, LONGEST = 0.1, 366 * 86_400.0  # seconds that an option may say
+
+_UNSET: Any = object()
+_jobs: dict[str, Job[..., Any]] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a job behaves; durations in seconds. ``None`` as time-out: no end."""
+
+    queue: str = "default"
+    max_attempts: int = 5
+    backoff: Backoff = field(default_factory=Exponential)
+    retry_on: tuple[type[Exception], ...] = (Exception,)
+    give_up_on: tuple[type[Exception], ...] = ()
+    timeout: float | None = 180.0
+    lease: float = 60.0
+    stall_after: float | None = None
+    on_conflict: str = "return"
+    on_mismatch: str = "raise"
+    on_dead: str = "reopen"
+    on_lost: str = "retry"
+    max_lost: int = 3
+    on_redis_error: str = "database"
+    atomic: bool = False
+
+    @property
+    def beat_every(self) -> float:
+        """Seconds between two heartbeats: a sixth of the lease."""
+        return self.lease / 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a job, bound to its signature: what is to be stored."""
+
+    key_hash: str
+    key: str
+    scope: str
+    args: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Job(Generic[P, R]):
+    """
+    A registered function. Calling it calls the plain function; ``enqueue`` queues a run.
+
+    ``unique_for`` is how long a success holds the key: seconds, FOREVER, or None for "only
+    while active". ``key_maker`` is None for a job without deduplication.
+    """
+
+    name: str
+    func: Callable[P, R]
+    signature: inspect.Signature
+    key_maker: keys.KeyMaker | None
+    unique_for: timedelta | None
+    namespace: str
+    scope: str
+    fingerprint: tuple[str, ...] | None
+    options: Options
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.func(*args, **kwargs)
+
+    def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> Outcome:
+        """Make sure that this call runs once; always returns an Outcome that says what is."""
+        from dedupjobs import client  # noqa: PLC0415 - jobs are decorated before models load
+
+        return client.enqueue(self, args, kwargs)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the call's arguments by name with defaults applied; TypeError if they misfit."""
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}{self.signature}: {error}") from None
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def call_of(self, values: Mapping[str, Any], *, unkeyed: str) -> Call:
+        """Return what is stored for these arguments; without a key, ``unkeyed`` is hashed."""
+        text = keys.encode(values)
+        scope = str(values[self.scope]) if self.scope else ""
+        if self.key_maker is None:
+            identity = keys.identity(scope=scope, owner=self.name, parts=[unkeyed], text="")
+        else:
+            parts, shown = self.key_maker.make(values)
+            owner = self.namespace or self.name
+            identity = keys.identity(scope=scope, owner=owner, parts=parts, text=shown)
+        return Call(
+            key_hash=identity.key_hash,
+            key=identity.key,
+            scope=scope,
+            args=text,
+            fingerprint=keys.fingerprint(values, self.fingerprint),
+        )
+
+    def bound(self, text: str) -> inspect.BoundArguments:
+        """Return stored arguments ready for the call; ArgumentError if they no longer fit."""
+        values = keys.decode(text)
+        if extra := values.keys() - self.signature.parameters.keys():
+            raise ArgumentError(f"{self.name} no longer takes {', '.join(sorted(extra))}")
+        bound = inspect.BoundArguments(self.signature, values)
+        try:
+            self.signature.bind(*bound.args, **bound.kwargs)
+        except TypeError as error:
+            raise ArgumentError(f"{self.name}{self.signature}: {error}") from None
+        bound.apply_defaults()
+        return bound
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        if attribute in ("delay", "apply_async", "send"):
+            raise AttributeError(f"{self.name}.{attribute}() does not exist; call .enqueue(...)")
+        raise AttributeError(f"'Job' object has no attribute {attribute!r}")
+
+
+def job(
+    *,
+    key: str | tuple[str, ...] | Callable[..., Any] | None = _UNSET,
+    unique_for: timedelta | float | None = _UNSET,
+    name: str | None = None,
+    namespace: str = "",
+    scope: str = "",
+    fingerprint: tuple[str, ...] | None = None,
+    **options: Any,
+) -> Callable[[Callable[P, R]], Job[P, R]]:
+    """
+    Register the decorated function as a job.
+
+    ``key``: what makes two calls the same work: a template over the arguments
+    (``"payment:{order_id}"``), a tuple of argument names, a function of the arguments, or None
+    for no deduplication. ``unique_for``: how long a success holds the key. ``scope``: the
+    argument that names the tenant. ``fingerprint``: the arguments that must be equal when the
+    key is (all by default). Other options: the fields of ``Options``.
+    """
+
+    def register(func: Callable[P, R]) -> Job[P, R]:
+        chosen = name or _default_name(func)
+        signature = inspect.signature(func)
+        made: Job[P, R] = Job(
+            name=chosen,
+            func=func,
+            signature=signature,
+            key_maker=_key_maker(key, signature, chosen),
+            unique_for=_unique_for(key, unique_for, chosen),
+            namespace=namespace,
+            scope=_argument(scope, signature, chosen),
+            fingerprint=_arguments(fingerprint, signature, chosen),
+            options=_options(options, chosen),
+        )
+        return _add(made)
+
+    return register
+
+
+def get(name: str) -> Job[..., Any]:
+    """Return the job of this name, or raise UnknownJob naming what is known."""
+    if found := _jobs.get(name):
+        return found
+    known = ", ".join(sorted(_jobs)) or "none"
+    raise UnknownJob(
+        f"No job is registered as {name!r} in this process (known: {known}). Put it in its "
+        "app's jobs.py, keep its old name with name=, or deploy the code that has it."
+    )
+
+
+def find(name: str) -> Job[..., Any] | None:
+    """Return the job of this name, or None."""
+    return _jobs.get(name)
+
+
+def every() -> list[Job[..., Any]]:
+    """Return all jobs of this process, sorted by name."""
+    return [_jobs[name] for name in sorted(_jobs)]
+
+
+def options_of(name: str) -> Options:
+    """Return the options of the job called ``name``, or the defaults if it is not known here."""
+    found = _jobs.get(name)
+    return found.options if found else _options({}, name)
+
+
+def forget(name: str) -> None:
+    """Remove a job, for tests that define some."""
+    _jobs.pop(name, None)
+
+
+# ---- what the decorator checks
+
+
+def _add(made: Job[P, R]) -> Job[P, R]:
+    there = _jobs.get(made.name)
+    if there and (there.func.__module__, there.func.__qualname__) != (
+        made.func.__module__,
+        made.func.__qualname__,
+    ):
+        raise JobDefinitionError(
+            f"{made.name} is registered twice, by {there.func.__module__} and "
+            f"{made.func.__module__}; give one of them another name="
+        )
+    _jobs[made.name] = made
+    return made
+
+
+def _default_name(func: Callable[..., Any]) -> str:
+    app = apps.get_containing_app_config(func.__module__) if apps.apps_ready else None
+    if "<locals>" in func.__qualname__ or "<lambda>" in func.__qualname__:
+        raise JobDefinitionError(
+            f"{func.__qualname__} is local to a function, so a worker can not find it; define it "
+            "in its app's jobs.py"
+        )
+    return f"{app.label if app else func.__module__}.{func.__name__}"
+
+
+def _key_maker(key: Any, signature: inspect.Signature, job: str) -> keys.KeyMaker | None:
+    if key is _UNSET:
+        raise JobDefinitionError(
+            f"{job}: key= is missing. Name what makes two calls the same work, for example "
+            'key="payment:{order_id}", or write key=None for no deduplication.'
+        )
+    return None if key is None else keys.KeyMaker.of(key, signature, job)
+
+
+def _unique_for(key: Any, value: Any, job: str) -> timedelta | None:
+    if key is None:
+        if value not in (_UNSET, None):
+            raise JobDefinitionError(f"{job}: unique_for={value!r} has no meaning with key=None")
+        return None
+    if value is _UNSET:
+        raise JobDefinitionError(
+            f"{job}: unique_for= is missing. How long does a success hold the key? FOREVER, a "
+            "timedelta, or None for only while the job is active."
+        )
+    if value is None or value is FOREVER:
+        return value
+    window = value if isinstance(value, timedelta) else timedelta(seconds=_positive(value, job))
+    if window <= timedelta(0):
+        raise JobDefinitionError(
+            f"{job}: unique_for={value!r} is not positive; None means no window"
+        )
+    return window
+
+
+def _argument(name: str, signature: inspect.Signature, job: str) -> str:
+    if name and name not in signature.parameters:
+        known = ", ".join(signature.parameters) or "none"
+        raise JobDefinitionError(f"{job}: scope={name!r} is no argument; there are: {known}")
+    return name
+
+
+def _arguments(
+    names: tuple[str, ...] | None, signature: inspect.Signature, job: str
+) -> tuple[str, ...] | None:
+    for name in names or ():
+        if name not in signature.parameters:
+            raise JobDefinitionError(f"{job}: fingerprint names {name!r}, which is no argument")
+    return names
+
+
+def _options(given: dict[str, Any], job: str) -> Options:
+    known = {f.name for f in fields(Options)}
+    merged = {**conf.option_defaults(), **given}
+    if unknown := merged.keys() - known:
+        raise JobDefinitionError(
+            f"{job}: unknown option {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}"
+        )
+    return Options(**{o: _OPTION[o](value, f"{job}: {o}") for o, value in merged.items()})
+
+
+def _one_of(*choices: str) -> Callable[[Any, str], str]:
+    def check(value: Any, what: str) -> str:
+        if value not in choices:
+            raise JobDefinitionError(f"{what}={value!r} is not one of {choices}")
+        return str(value)
+
+    return check
+
+
+def _whole(value: Any, what: str) -> int:
+    if type(value) is not int or value < 1:
+        raise JobDefinitionError(f"{what}={value!r}; give a whole number of at least 1")
+    return value
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise JobDefinitionError(f"{what}={value!r}; give a non-empty string")
+    return value
+
+
+def _flag(value: Any, what: str) -> bool:
+    if not isinstance(value, bool):
+        raise JobDefinitionError(f"{what}={value!r}; give True or False")
+    return value
+
+
+def _lease(value: Any, what: str) -> float:
+    if value is None:
+        raise JobDefinitionError(f"{what}=None; a lease must end, or a crash is never seen")
+    return _positive(value, what)
+
+
+def _positive_or_none(value: Any, what: str) -> float | None:
+    return None if value is None else _positive(value, what)
+
+
+def _positive(value: Any, what: str) -> float:
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if type(seconds) not in (int, float) or not SHORTEST <= seconds <= LONGEST:
+        raise JobDefinitionError(
+            f"{what}={value!r}; give 0.1 s to 366 days, as seconds or a timedelta"
+        )
+    return float(seconds)
+
+
+def _exceptions(value: Any, what: str) -> tuple[type[Exception], ...]:
+    kinds = value if isinstance(value, tuple) else (value,)
+    for kind in kinds:
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            raise JobDefinitionError(f"{what}={value!r}; give a tuple of Exception classes")
+    return kinds
+
+
+def _backoff(value: Any, what: str) -> Backoff:
+    if callable(value):
+        return value  # type: ignore[no-any-return]
+    return Constant(_positive(value, what))
+
+
+_OPTION: dict[str, Callable[[Any, str], Any]] = {
+    "queue": _text,
+    "max_attempts": _whole,
+    "backoff": _backoff,
+    "retry_on": _exceptions,
+    "give_up_on": _exceptions,
+    "timeout": _positive_or_none,
+    "lease": _lease,
+    "stall_after": _positive_or_none,
+    "on_conflict": _one_of("return", "raise"),
+    "on_mismatch": _one_of("raise", "warn", "ignore"),
+    "on_dead": _one_of("reopen", "block"),
+    "on_lost": _one_of("retry", "hold"),
+    "max_lost": _whole,
+    "on_redis_error": _one_of("database"),
+    "atomic": _flag,
+}

@@ -1,0 +1,30 @@
+"""
+What happened, told after it was committed. Receivers can not harm a job: we send robustly.
+
+Every signal has ``sender`` (the job's registered name) and the keyword arguments named here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.dispatch import Signal
+
+job_enqueued = Signal()  # job (row), kind
+duplicate_detected = Signal()  # job_pk, cause ("producer", "redelivery", "replay", "race"), detail
+mismatch_detected = Signal()  # job (row), differing (names), policy
+hand_over_failed = Signal()  # queue, count, error
+attempt_started = Signal()  # claim
+attempt_ended = Signal()  # claim, ending, status (None: somebody else had decided), run_time
+job_dead = Signal()  # job_pk, key, reason ("failures", "lost")
+lease_lost = Signal()  # fence, detail
+attempt_lost = Signal()  # job_pk, fence, outcome, status, cause ("lease", "death", "timeout")
+messages_resent = Signal()  # queue, count, cause ("lost", "wiped")
+lock_trouble = Signal()  # job_pk, grip
+settle_troubled = Signal()  # claim, error
+coordinator_failed = Signal()  # error
+
+
+def tell(signal: Signal, name: str, **facts: Any) -> None:
+    """Send ``signal`` for the job called ``name``; a receiver that raises is ignored."""
+    signal.send_robust(sender=name, **facts)

@@ -1,0 +1,256 @@
+"""Specimen jobs: small, and each shows one thing. They write what they did to the Ledger."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from django.db import connection
+
+from dedupjobs import FOREVER, Cancel, Retry, Snooze, current_attempt, job
+from tests.app.models import Ledger
+
+
+def note(tag: str, text: str = "") -> None:
+    Ledger.objects.create(tag=tag, note=text)
+
+
+@job(key="record:{tag}", unique_for=FOREVER)
+def record(*, tag: str, text: str = "") -> str:
+    note(tag, text)
+    return text
+
+
+@job(key="again:{tag}", unique_for=None)
+def record_again(*, tag: str, text: str = "") -> None:
+    note(tag, text)
+
+
+@job(key="window:{tag}", unique_for=timedelta(hours=1))
+def record_hourly(*, tag: str) -> None:
+    note(tag)
+
+
+@job(key=None)
+def record_always(*, tag: str) -> None:
+    note(tag)
+
+
+@job(key="strict:{tag}", unique_for=FOREVER, on_conflict="raise")
+def record_strict(*, tag: str) -> None:
+    note(tag)
+
+
+@job(key="lenient:{tag}", unique_for=FOREVER, on_mismatch="ignore")
+def record_lenient(*, tag: str, text: str = "") -> None:
+    note(tag, text)
+
+
+@job(key="warning:{tag}", unique_for=FOREVER, on_mismatch="warn")
+def record_warning(*, tag: str, text: str = "") -> None:
+    note(tag, text)
+
+
+@job(key="chosen:{tag}", unique_for=FOREVER, fingerprint=("tag",))
+def record_by_fingerprint(*, tag: str, text: str = "") -> None:
+    note(tag, text)
+
+
+@job(key="tenant:{tag}", unique_for=FOREVER, scope="tenant")
+def record_for_tenant(*, tenant: str, tag: str) -> None:
+    note(tag, tenant)
+
+
+@job(key="atomic:{tag}", unique_for=FOREVER, atomic=True, timeout=15)
+def record_atomically(*, tag: str, fails: bool = False) -> None:
+    note(tag)
+    if fails:
+        raise ValueError("after the effect")
+
+
+@job(key="swallow:{tag}", unique_for=FOREVER, atomic=True, timeout=0.5, max_attempts=1)
+def swallow_timeout_atomically(*, tag: str) -> None:
+    note(tag)
+    try:
+        time.sleep(30)
+    except BaseException:
+        note(tag, "swallowed")
+
+
+@job(key="fail:{tag}", unique_for=FOREVER, max_attempts=3, backoff=0.1)
+def fail(*, tag: str, times: int = 1_000) -> None:
+    """Fail the first ``times`` attempts."""
+    note(tag, str(current_attempt().number))
+    if current_attempt().number <= times:
+        raise ValueError(f"attempt {current_attempt().number} of {tag}")
+
+
+@job(key="failonce:{tag}", unique_for=FOREVER, max_attempts=1)
+def fail_for_good(*, tag: str, text: str = "") -> None:
+    raise ValueError(f"no luck with {tag}")
+
+
+@job(key="block:{tag}", unique_for=FOREVER, max_attempts=1, on_dead="block")
+def fail_and_block(*, tag: str) -> None:
+    raise ValueError(f"no luck with {tag}")
+
+
+@job(key="giveup:{tag}", unique_for=FOREVER, give_up_on=(KeyError,))
+def give_up(*, tag: str) -> None:
+    raise KeyError(tag)
+
+
+@job(key="picky:{tag}", unique_for=FOREVER, retry_on=(OSError,))
+def retry_on_os_errors(*, tag: str) -> None:
+    raise ValueError(tag)
+
+
+@job(key="wish:{tag}", unique_for=FOREVER)
+def wish(*, tag: str, what: str) -> str:
+    """Ask for ``what`` on the first attempt."""
+    note(tag, what)
+    if current_attempt().number == 1:
+        raise {
+            "retry": Retry("not yet", after=60),
+            "snooze": Snooze(60, "not yet"),
+            "cancel": Cancel("no need"),
+        }[what]
+    return what
+
+
+@job(key="exit:{tag}", unique_for=FOREVER, max_attempts=1)
+def leave(*, tag: str, how: str) -> None:
+    """End other than by returning."""
+    note(tag, how)
+    if how == "os._exit":
+        os._exit(3)
+    raise {
+        "sys.exit(0)": SystemExit(0),
+        "sys.exit(1)": SystemExit(1),
+        "GeneratorExit": GeneratorExit(),
+        "BaseException": BaseException("base"),
+    }[how]
+
+
+@job(key="return:{tag}", unique_for=FOREVER)
+def give_back(*, tag: str, what: str) -> Any:
+    note(tag)
+    return {
+        "zero": 0,
+        "none": None,
+        "file": sys.stderr,
+        "lambda": give_back.func,
+        "generator": (n for n in ()),
+        "huge": "x" * 100_000,
+        "unprintable": _Unprintable(),
+    }[what]
+
+
+class _Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+@job(key="raise:{tag}", unique_for=FOREVER, max_attempts=1)
+def raise_oddly(*, tag: str, what: str) -> None:
+    if what == "nul":
+        raise ValueError("a\x00b \ud800")
+    if what == "str":
+        raise _MuteError
+    if what == "recursion":
+        raise_oddly.func(tag=tag, what=what)
+    if what == "group":
+        raise ExceptionGroup("many", [ValueError("one"), KeyError("two")])
+    if what == "huge":
+        raise ValueError("x" * 5_000_000)
+
+
+class _MuteError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no str")
+
+
+@job(key="async:{tag}", unique_for=FOREVER)
+async def record_async(*, tag: str) -> str:
+    return f"async {tag}"
+
+
+# ---- jobs that take time; ``release`` is a file whose appearance lets them go on
+
+
+@job(key="wait:{tag}", unique_for=FOREVER, lease=2, timeout=60, backoff=0.1)
+def wait(*, tag: str, release: str, checks: bool = False) -> str:
+    note(tag, f"begin {current_attempt().number} {os.getpid()}")
+    while not Path(release).exists():
+        time.sleep(0.02)
+        if checks:
+            current_attempt().check()
+    note(tag, f"end {current_attempt().number}")
+    return "released"
+
+
+@job(key="slow:{tag}", unique_for=FOREVER, lease=60, timeout=60, backoff=0.1)
+def wait_with_long_lease(*, tag: str, release: str) -> None:
+    wait.func(tag=tag, release=release)
+
+
+@job(key="careful:{tag}", unique_for=FOREVER, lease=2, on_lost="hold")
+def wait_carefully(*, tag: str, release: str) -> None:
+    wait.func(tag=tag, release=release)
+
+
+@job(key="hang:{tag}", unique_for=FOREVER, timeout=0.5, max_attempts=1)
+def hang(*, tag: str, how: str) -> None:
+    """Run into the time-out: in Python, in code that swallows, in SQL, or out of its reach."""
+    note(tag, how)
+    if how == "sleep":
+        time.sleep(60)
+    elif how == "swallow Exception":
+        while True:
+            try:
+                time.sleep(0.05)
+            except Exception:
+                continue
+    elif how == "sql":
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_sleep(60)")
+    elif how == "signals masked":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM, signal.SIGTERM})
+        time.sleep(60)
+
+
+@job(key="gil:{tag}", unique_for=FOREVER, lease=1.5, timeout=60, max_attempts=1)
+def hold_gil(*, tag: str, seconds: float) -> None:
+    """Keep every other Python thread of this process out."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1_000)
+    try:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            pass
+    finally:
+        sys.setswitchinterval(interval)
+    note(tag, str(current_attempt().number))
+
+
+@job(key="fork:{tag}", unique_for=FOREVER, lease=2)
+def fork(*, tag: str, how: str) -> None:
+    """Have children that end in their own ways, before this function does."""
+    if how == "subprocess":
+        subprocess.run([sys.executable, "-c", ""], check=True)
+    else:
+        pid = os.fork()
+        if pid == 0:
+            if how == "sys.exit":
+                sys.exit(0)
+            if how == "raise":
+                raise ValueError("in the child")
+            return
+        os.waitpid(pid, 0)
+    note(tag, "parent")
