@@ -18,7 +18,7 @@ from typing import Any
 from dedupjobs.exceptions import ShutdownReached, TimeoutReached
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
-REPEAT = 1.0  # seconds; code that swallows the first alarm gets another one
+REPEAT = 5.0  # seconds; code that swallows the first alarm gets another one
 
 shutting_down = threading.Event()
 """Set once a SIGTERM reached a process that only runs jobs: it claims nothing more."""

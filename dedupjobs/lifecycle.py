@@ -118,10 +118,6 @@ def _insert(name: str, call: Call, options: Options) -> ProcessedJob | None:
     is shows by the dispatch id, which is drawn before. A loser waits for an open winner, and
     wins if that one rolls back.
     """
-    if connections[alias()].vendor == "mysql":
-        # Losers that wait at the insert get deadlocks when the winner rolls back; a locking
-        # read of the key first makes them queue up.
-        jobs().select_for_update().filter(key_hash=call.key_hash).first()
     sent_as = new_dispatch_id()
     now = DbNow()
     row = ProcessedJob(
@@ -138,10 +134,15 @@ def _insert(name: str, call: Call, options: Options) -> ProcessedJob | None:
         created_at=now,
         enqueued_at=now,
     )
-    jobs().bulk_create([row], ignore_conflicts=True)
-    made = jobs().filter(key_hash=call.key_hash, dispatch_id=sent_as).first()
-    probes.reach("enqueue.inserted")
-    return made
+    # One transaction, so that no coordinator can send the row again before we have looked.
+    with transaction.atomic(using=alias()):
+        if connections[alias()].vendor == "mysql":
+            # Losers that wait at the insert get deadlocks when the winner rolls back; a locking
+            # read of the key first makes them queue up.
+            jobs().select_for_update().filter(key_hash=call.key_hash).first()
+        jobs().bulk_create([row], ignore_conflicts=True)
+        probes.reach("enqueue.inserted")
+        return jobs().filter(key_hash=call.key_hash, dispatch_id=sent_as).first()
 
 
 def _reopen(row: ProcessedJob, name: str, call: Call, options: Options) -> bool:

@@ -31,6 +31,7 @@ class Grip(Enum):
     HELD = "held"
     BUSY = "busy"
     UNREACHABLE = "unreachable"
+    UNUSED = "unused"  # nobody asked for it
 
 
 UNREACHABLE = (RedisError, OSError, NotImplementedError, AttributeError)

@@ -113,7 +113,7 @@ def deliver(pk: int, generation: int, *, owner: str, lock: bool = True) -> Statu
     A delivery that finds nothing to take is dropped: whoever holds the row finishes it, or the
     coordinator recovers it.
     """
-    grip = locks.acquire(pk, owner, ttl=FIRST_LEASE) if lock else Grip.UNREACHABLE
+    grip = locks.acquire(pk, owner, ttl=FIRST_LEASE) if lock else Grip.UNUSED
     if grip is Grip.BUSY and _is_taken(pk):
         _drop(pk, owner, Grip.BUSY, "its lock and its row are taken")
         return None
@@ -184,7 +184,7 @@ def _hold_lock(claim: Claim, grip: Grip, options: Options) -> None:
         grip = locks.replace(claim.job_pk, claim.owner, ttl=options.lease)
     elif grip is Grip.HELD and options.lease != FIRST_LEASE:
         grip = locks.extend(claim.job_pk, claim.owner, ttl=options.lease)
-    if grip is not Grip.HELD:
+    if grip in (Grip.BUSY, Grip.UNREACHABLE):
         signals.tell(signals.lock_trouble, claim.name, job_pk=claim.job_pk, grip=grip)
 
 
@@ -475,7 +475,7 @@ def _pauses() -> Iterator[float]:
 
 def _free_lock(claim: Claim, grip: Grip, ending: Ending, status: Status | None) -> None:
     """Release the lock, or leave it to show and filter until the retry is due."""
-    if grip is Grip.UNREACHABLE:
+    if grip in (Grip.UNREACHABLE, Grip.UNUSED):
         return
     if status == Status.RETRYING:
         after = lifecycle.seconds_until_due(claim.job_pk)
