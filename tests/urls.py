@@ -1,0 +1,8 @@
+"""The suite's pages: the admin, where the app registers its models."""
+
+from __future__ import annotations
+
+from django.contrib import admin
+from django.urls import path
+
+urlpatterns = [path("admin/", admin.site.urls)]
