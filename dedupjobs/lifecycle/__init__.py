@@ -1,0 +1,62 @@
+"""
+Every change of a job's status, in the order a job meets them. Nothing else writes them.
+
+    enqueue                                             ┌────────── reopen ◄───────────┐
+       │                                                ▼                              │
+       └──► PENDING ──claim──► RUNNING ──complete──────────────────────► SUCCEEDED ────┤
+              ▲ ▲              │  ▲ │ ├──give_up, reclaim, bury────────► DEAD ─────────┤
+              │ │              │  │ │ └──stop, (cancel)────────────────► CANCELLED ────┘
+              │ └──interrupt,──┤  │ └────park, reclaim, (hold)─────────► HELD
+              │    unclaim     │  └claim─┐
+              │                └─────────┴── RETRYING ◄── fail, snooze, reclaim, bury
+              └─── retry, unhold ◄── DEAD, CANCELLED, RETRYING, HELD
+
+Each arrow is a guarded UPDATE whose row count says who won. Endings lock the *attempt* first,
+then the *job*, in one transaction: ``outcome IS NULL`` on the attempt is the one door that every
+ending passes. 0 rows: somebody else decided; then nothing is written, and None is returned.
+A rerun that waits when a run ends turns each arrow to a final status into one to PENDING.
+
+Read on in ``calls``, ``claims``, ``settling``, ``losses``, ``operators``; they share ``rows`` and
+``leaving``. ``sending`` notes which rows have a message.
+"""
+
+from __future__ import annotations
+
+from dedupjobs.lifecycle.calls import Answer, enqueue
+from dedupjobs.lifecycle.claims import Place, Pulse, beat, begin, claim, claimed_by, look
+from dedupjobs.lifecycle.losses import Lost, bury, reclaim
+from dedupjobs.lifecycle.operators import cancel, hold, retry, unhold
+from dedupjobs.lifecycle.rows import (
+    Claim,
+    alias,
+    attempts,
+    database_now,
+    jobs,
+    seconds_until_due,
+)
+from dedupjobs.lifecycle.sending import mark_sent, mark_unsent, new_dispatch_id
+from dedupjobs.lifecycle.settling import (
+    NO_NOTE,
+    Note,
+    complete,
+    fail,
+    give_up,
+    interrupt,
+    note_late,
+    outcome_of,
+    park,
+    snooze,
+    stop,
+    unclaim,
+)
+
+__all__ = [  # noqa: RUF022 - in the order a job meets them
+    "alias", "jobs", "attempts", "database_now", "seconds_until_due",
+    "Answer", "enqueue",
+    "Claim", "Place", "claim", "claimed_by", "begin", "Pulse", "beat", "look",
+    "Note", "NO_NOTE", "complete", "fail", "give_up", "snooze", "interrupt", "unclaim", "stop",
+    "park", "outcome_of", "note_late",
+    "Lost", "bury", "reclaim",
+    "cancel", "hold", "retry", "unhold",
+    "new_dispatch_id", "mark_sent", "mark_unsent",
+]  # fmt: skip

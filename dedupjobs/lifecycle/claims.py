@@ -1,0 +1,161 @@
+"""claim, begin, beat: how an attempt starts, and how it stays alive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from django.db import transaction
+from django.db.models import F, Q
+
+from dedupjobs import probes, registry
+from dedupjobs.clock import DbNow
+from dedupjobs.lifecycle.rows import UNASKED, Claim, alias, attempts, jobs, skip_locked
+from dedupjobs.models import (
+    WAITING,
+    AttemptOutcome,
+    JobAttempt,
+    ProcessedJob,
+    Status,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where an attempt runs, for people who look for it."""
+
+    host: str = ""
+    pid: int | None = None
+    rq_id: str = ""
+
+
+def claim(
+    pk: int, generation: int, *, owner: str, place: Place, begins: bool = True
+) -> Claim | None:
+    """
+    Take a waiting, due job for a new attempt, or return None if there is nothing to take.
+
+    Never from RUNNING: a dead owner's job comes back through reclaim. The arguments are read
+    after the UPDATE, which holds the row, so they are those of this generation. ``begins``: user
+    code starts at once, so ``began_at`` is written here and spares a statement.
+    """
+    probes.reach("claim.before")
+    with transaction.atomic(using=alias()):
+        won = (
+            jobs()
+            .filter(
+                pk=pk,
+                status__in=WAITING,
+                generation=generation,
+                run_after__lte=DbNow(),
+                **UNASKED,
+            )
+            .update(
+                status=Status.RUNNING,
+                attempts=F("attempts") + 1,
+                version=F("version") + 1,
+                started_at=DbNow(),
+            )
+        )
+        if not won:
+            return None
+        row = jobs().defer("result", "error", "rerun_args").get(pk=pk)
+        delay = _seconds_between(max(row.run_after, row.enqueued_at), row.started_at)
+        attempt = JobAttempt(
+            job_id=pk,
+            number=row.attempts,
+            generation=generation,
+            owner=owner,
+            lease_until=DbNow(registry.options_of(row.name).lease),
+            beat_at=DbNow(),
+            began_at=DbNow() if begins else None,
+            claimed_at=DbNow(),
+            queue_delay=delay,
+            host=place.host[:200],
+            pid=place.pid,
+            rq_id=place.rq_id[:200],
+        )
+        attempt.save(using=alias(), force_insert=True)
+        probes.reach("claim.uncommitted")
+    probes.reach("claim.committed")
+    return claim_of(attempt, row)
+
+
+def claimed_by(owner: str) -> list[Claim]:
+    """
+    Return the open attempts of one delivery: after a claim's COMMIT without a reply, or when
+    its process is gone. ``owner`` stands before an optional ``.number`` of the row in a batch.
+    """
+    mine = Q(owner=owner) | Q(owner__startswith=f"{owner}.")
+    open_ones = attempts().filter(mine, outcome=None).select_related("job").order_by("pk")
+    return [claim_of(attempt, attempt.job) for attempt in open_ones]
+
+
+def claim_of(attempt: JobAttempt, row: ProcessedJob) -> Claim:
+    return Claim(
+        job_pk=row.pk,
+        fence=attempt.pk,
+        number=attempt.number,
+        generation=attempt.generation,
+        owner=attempt.owner,
+        name=row.name,
+        key=row.key,
+        key_hash=row.key_hash,
+        queue=row.queue,
+        args=row.args,
+        failures=row.failures,
+        max_attempts=row.max_attempts,
+        began=attempt.began_at is not None,
+        queue_delay=attempt.queue_delay,
+    )
+
+
+def _seconds_between(earlier: datetime, later: datetime | None) -> float | None:
+    return None if later is None else max((later - earlier).total_seconds(), 0.0)
+
+
+def begin(claim: Claim) -> bool:
+    """Write that user code starts; False: the attempt has ended, so it must not start."""
+    unbegun = attempts().filter(pk=claim.fence, outcome=None, began_at=None)
+    return bool(unbegun.update(began_at=DbNow()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """What a beat found. ``lost``: another one ended this attempt. ``over``: it has ended."""
+
+    lost: bool = False
+    over: bool = False
+    cancel: bool = False
+    hold: bool = False
+
+
+def beat(fence: int, *, lease: float, progress: str | None = None, active: float = 0) -> Pulse:
+    """
+    Renew an open attempt's lease, also an expired one that nobody has reclaimed.
+
+    ``active``: seconds since the job last showed activity. A row that is locked is skipped, not
+    waited for: it is our own settle or batch, and the beat's connection must stay free.
+    """
+    probes.reach("beat.before")
+    changes: dict[str, Any] = {"lease_until": DbNow(lease), "beat_at": DbNow()}
+    changes["active_at"] = DbNow(-active)
+    if progress is not None:
+        changes["progress"] = progress
+    with transaction.atomic(using=alias()):
+        free = skip_locked(attempts().filter(pk=fence, outcome=None)).values_list("pk", flat=True)
+        if free:
+            attempts().filter(pk=fence, outcome=None).update(**changes)
+    return look(fence)
+
+
+def look(fence: int) -> Pulse:
+    """Read an attempt's state and what is asked of its job; changes nothing."""
+    found = attempts().filter(pk=fence)
+    row = found.values_list("outcome", "job__cancel_requested", "job__hold_requested").first()
+    if row is None:  # not visible yet to this connection: no proof of anything
+        return Pulse()
+    outcome, cancel, hold = row
+    lost = outcome in (AttemptOutcome.LOST, AttemptOutcome.RETURNED)
+    return Pulse(lost=lost, over=outcome is not None, cancel=cancel, hold=hold)

@@ -1,0 +1,81 @@
+"""How a job leaves RUNNING: the writes that several endings share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.db.models import F
+
+from dedupjobs.clock import DbNow
+from dedupjobs.lifecycle.rows import FRESH, UNASKED, UNSENT, Claim, jobs
+from dedupjobs.models import (
+    Status,
+)
+
+
+def leave(claim: Claim, to: Status, *, sets: dict[str, Any], **guards: Any) -> Status | None:
+    """Move the job on from RUNNING if this attempt is still its newest."""
+    row = jobs().filter(pk=claim.job_pk, status=Status.RUNNING, attempts=claim.number, **guards)
+    return to if row.update(status=to, version=F("version") + 1, **sets) else None
+
+
+def take_up(claim: Claim) -> Status | None:
+    """A rerun waits: the job runs again in a new generation, with the newest arguments."""
+    row = jobs().filter(pk=claim.job_pk, status=Status.RUNNING, attempts=claim.number)
+    taken = row.exclude(rerun_args=None).update(**rerun_sets())
+    return Status.PENDING if taken else None
+
+
+def rerun_sets() -> dict[str, Any]:
+    # In this order: MySQL assigns from left to right and would copy a NULL otherwise.
+    return {
+        "status": Status.PENDING,
+        "version": F("version") + 1,
+        "generation": F("generation") + 1,
+        "args": F("rerun_args"),
+        "fingerprint": F("rerun_fingerprint"),
+        "rerun_args": None,
+        "rerun_fingerprint": None,
+        "run_after": DbNow(),
+        "enqueued_at": DbNow(),
+        "finished_at": None,
+        "error": "",
+        **UNSENT,
+        **FRESH,
+    }
+
+
+def die(claim: Claim, on_dead: str, sets: dict[str, Any]) -> Status | None:
+    """DEAD; a waiting rerun is taken up, but kept for the operator's retry under "block"."""
+    sets = {**sets, "finished_at": DbNow()}
+    if on_dead == "block":
+        return leave(claim, Status.DEAD, sets=sets)
+    return leave(claim, Status.DEAD, rerun_args=None, sets=sets) or take_up(claim)
+
+
+def obey(claim: Claim, counted: dict[str, Any] | None = None) -> Status | None:
+    """A request waits where the job would wait for another attempt: cancel goes before hold."""
+    counted = counted or {}
+    return cancelled(claim, counted, cancel_requested=True) or leave(
+        claim,
+        Status.HELD,
+        hold_requested=True,
+        sets={**counted, "error": "held on request", **UNSENT, **UNASKED},
+    )
+
+
+def cancelled(claim: Claim, counted: dict[str, Any], **guards: Any) -> Status | None:
+    """CANCELLED on request; a waiting rerun is dropped, and named."""
+    for waits, words in ((False, "cancelled on request"), (True, "a waiting rerun was dropped")):
+        sets = {
+            **counted,
+            "error": words if not waits else f"cancelled on request; {words}",
+            "rerun_args": None,
+            "rerun_fingerprint": None,
+            "finished_at": DbNow(),
+            **UNASKED,
+        }
+        moved = leave(claim, Status.CANCELLED, rerun_args__isnull=not waits, sets=sets, **guards)
+        if moved:
+            return moved
+    return None

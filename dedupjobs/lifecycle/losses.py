@@ -1,0 +1,94 @@
+"""bury, reclaim: attempts whose worker is gone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from django.db import transaction
+from django.db.models import F, Q
+
+from dedupjobs import probes, registry
+from dedupjobs.clock import DbNow
+from dedupjobs.lifecycle.claims import claim_of
+from dedupjobs.lifecycle.leaving import cancelled, die, leave
+from dedupjobs.lifecycle.rows import UNASKED, UNSENT, Claim, alias, attempts, jobs, skip_locked
+from dedupjobs.models import (
+    AttemptOutcome,
+    ProcessedJob,
+    Status,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """An attempt that was taken from its owner, and where its job went."""
+
+    job_pk: int
+    key: str
+    name: str
+    fence: int
+    outcome: AttemptOutcome
+    status: Status | None
+
+
+def bury(fence: int, reason: str) -> Lost | None:
+    """RUNNING → as reclaim, at once: only by the parent that has reaped its own horse."""
+    return _lose(fence, Q(), reason)
+
+
+def reclaim(fence: int, *, beat_at: datetime, ahead_of: float | None, reason: str) -> Lost | None:
+    """
+    RUNNING → RETRYING, HELD or DEAD: the lease has expired, in the UPDATE itself.
+
+    ``beat_at`` is the beat that the caller has seen stand still by its own clock. ``ahead_of``
+    (seconds): also take a lease that ends later than that from now, which no beat of a right
+    clock has written. Locked rows are skipped: somebody is at work on them.
+    """
+    expired = Q(lease_until__lt=DbNow())
+    if ahead_of is not None:
+        expired |= Q(lease_until__gt=DbNow(ahead_of))
+    return _lose(fence, Q(beat_at=beat_at) & expired, reason)
+
+
+def _lose(fence: int, expired: Q, reason: str) -> Lost | None:
+    with transaction.atomic(using=alias()):
+        attempt = skip_locked(attempts().filter(expired, pk=fence, outcome=None)).first()
+        if attempt is None:
+            return None
+        job = skip_locked(jobs().filter(pk=attempt.job_id)).first()
+        if job is None:
+            return None
+        begun = attempt.began_at is not None
+        outcome = AttemptOutcome.LOST if begun else AttemptOutcome.RETURNED
+        ended = attempts().filter(expired, pk=fence, outcome=None)
+        if not ended.update(outcome=outcome, ended_at=DbNow(), reason=reason):
+            return None
+        status = _after_loss(claim_of(attempt, job), job, begun, reason)
+        probes.reach("reclaim.uncommitted")
+    return Lost(
+        job_pk=job.pk,
+        key=job.key,
+        name=job.name,
+        fence=fence,
+        outcome=outcome,
+        status=status,
+    )
+
+
+def _after_loss(claim: Claim, job: ProcessedJob, begun: bool, reason: str) -> Status | None:
+    """Move the locked job on; a loss before user code began costs nothing."""
+    options = registry.options_of(job.name)
+    counted: dict[str, Any] = {"error": reason}
+    if begun:
+        counted["lost_count"] = F("lost_count") + 1
+    if begun and options.on_lost == "hold":
+        return leave(claim, Status.HELD, sets={**counted, **UNSENT})
+    if job.cancel_requested:
+        return cancelled(claim, counted)
+    if begun and job.lost_count + 1 >= options.max_lost:
+        return die(claim, options.on_dead, {**counted, **UNASKED})
+    if job.hold_requested:
+        return leave(claim, Status.HELD, sets={**counted, **UNSENT, **UNASKED})
+    return leave(claim, Status.RETRYING, sets={**counted, "run_after": DbNow(), **UNSENT})

@@ -1,0 +1,77 @@
+"""The tables, always from the database that decides, and the right to change a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from django.db import connections, router
+from django.db.models import QuerySet
+
+from dedupjobs import clock
+from dedupjobs.clock import DbNow
+from dedupjobs.models import (
+    JobAttempt,
+    ProcessedJob,
+)
+
+UNASKED: dict[str, Any] = {"cancel_requested": False, "hold_requested": False}
+UNSENT: dict[str, Any] = {"dispatch_id": None, "dispatched_at": None}
+FRESH: dict[str, Any] = {**UNASKED, "failures": 0, "lost_count": 0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """
+    The right to run one attempt. ``fence`` (the attempt's primary key) grows per key;
+    ``failures`` as of the claim, when it can not change until this attempt ends.
+    """
+
+    job_pk: int
+    fence: int
+    number: int
+    generation: int
+    owner: str
+    name: str
+    key: str
+    key_hash: str
+    queue: str
+    args: str
+    failures: int
+    max_attempts: int | None
+    began: bool
+    queue_delay: float | None
+
+
+def alias() -> str:
+    """Return the database that every read which decides, and every write, goes to."""
+    return router.db_for_write(ProcessedJob)
+
+
+def jobs() -> QuerySet[ProcessedJob]:
+    """Return all jobs, from the database that decides."""
+    return ProcessedJob._base_manager.using(alias())
+
+
+def attempts() -> QuerySet[JobAttempt]:
+    """Return all attempts, from the database that decides."""
+    return JobAttempt._base_manager.using(alias())
+
+
+def database_now() -> datetime:
+    """Return the database's present moment."""
+    return clock.read_db_now(connections[alias()])
+
+
+def seconds_until_due(pk: int) -> float:
+    """Return how long a job still waits by the database's clock; 0 if it does not."""
+    row = jobs().filter(pk=pk).annotate(db_now=DbNow()).values_list("run_after", "db_now").first()
+    return max((row[0] - row[1]).total_seconds(), 0.0) if row else 0.0
+
+
+def skip_locked(rows: QuerySet[Any]) -> QuerySet[Any]:
+    """Lock the rows that nobody holds; SQLite has one writer and needs no row locks."""
+    if connections[alias()].features.has_select_for_update_skip_locked:
+        return rows.select_for_update(skip_locked=True)
+    return rows

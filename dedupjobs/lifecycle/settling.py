@@ -1,0 +1,193 @@
+"""
+The endings of a run: complete, fail, give_up, snooze, interrupt, unclaim, stop, park.
+
+Each ends the attempt first and moves the job then, through ``_settle``, the one door.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from django.db import transaction
+from django.db.models import F
+
+from dedupjobs import probes
+from dedupjobs.clock import DbNow
+from dedupjobs.endings import Error
+from dedupjobs.lifecycle.leaving import cancelled, die, leave, obey, take_up
+from dedupjobs.lifecycle.rows import UNASKED, UNSENT, Claim, alias, attempts
+from dedupjobs.models import (
+    AttemptOutcome,
+    Status,
+)
+from dedupjobs.registry import FOREVER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What is written on the attempt besides its outcome."""
+
+    error: Error | None = None
+    reason: str = ""
+    run_time: float | None = None
+
+
+NO_NOTE = Note()
+
+
+def complete(
+    claim: Claim, result: str, *, unique_for: timedelta | None, note: Note = NO_NOTE
+) -> Status | None:
+    """RUNNING → SUCCEEDED, or PENDING if a rerun waits. The success holds the key from now."""
+    until = DbNow(unique_for or 0) if unique_for is not FOREVER else None
+
+    def move() -> Status | None:
+        return leave(
+            claim,
+            Status.SUCCEEDED,
+            rerun_args=None,
+            sets={
+                "result": result,
+                "error": "",
+                "finished_at": DbNow(),
+                "unique_until": until,
+                **UNASKED,
+            },
+        ) or take_up(claim)
+
+    return _settle(claim, AttemptOutcome.SUCCEEDED, note, move)
+
+
+def fail(claim: Claim, *, after: float, note: Note, timed_out: bool = False) -> Status | None:
+    """RUNNING → RETRYING in ``after`` seconds; a waiting request is obeyed instead."""
+    outcome = AttemptOutcome.TIMED_OUT if timed_out else AttemptOutcome.FAILED
+    counted = {"failures": F("failures") + 1, "error": _headline(note)}
+
+    def move() -> Status | None:
+        sets = {"run_after": DbNow(after), **UNSENT, **counted}
+        return leave(claim, Status.RETRYING, **UNASKED, sets=sets) or obey(claim, counted)
+
+    return _settle(claim, outcome, note, move)
+
+
+def give_up(claim: Claim, *, on_dead: str, note: Note, timed_out: bool = False) -> Status | None:
+    """RUNNING → DEAD: the budget is used or the error is final. A waiting rerun is taken up."""
+    outcome = AttemptOutcome.TIMED_OUT if timed_out else AttemptOutcome.FAILED
+    sets = {"failures": F("failures") + 1, "error": _headline(note), **UNASKED}
+    return _settle(claim, outcome, note, lambda: die(claim, on_dead, sets))
+
+
+def snooze(claim: Claim, *, after: float, note: Note = NO_NOTE) -> Status | None:
+    """RUNNING → RETRYING in ``after`` seconds; no failure is counted."""
+
+    def move() -> Status | None:
+        sets = {"run_after": DbNow(after), **UNSENT}
+        return leave(claim, Status.RETRYING, **UNASKED, sets=sets) or obey(claim)
+
+    return _settle(claim, AttemptOutcome.SNOOZED, note, move)
+
+
+def interrupt(claim: Claim, *, on_lost: str, note: Note = NO_NOTE) -> Status | None:
+    """RUNNING → PENDING, or HELD by ``on_lost`` once user code has begun. Not counted."""
+
+    def move() -> Status | None:
+        if on_lost == "hold" and claim.began:
+            return leave(claim, Status.HELD, sets={"error": note.reason, **UNSENT})
+        sets = {"run_after": DbNow(), **UNSENT}
+        return leave(claim, Status.PENDING, **UNASKED, sets=sets) or obey(claim)
+
+    return _settle(claim, AttemptOutcome.INTERRUPTED, note, move)
+
+
+def unclaim(claim: Claim, note: Note = NO_NOTE) -> Status | None:
+    """RUNNING → PENDING: claimed, but user code never began. Nothing is counted."""
+
+    def move() -> Status | None:
+        sets = {"run_after": DbNow(), **UNSENT}
+        return leave(claim, Status.PENDING, **UNASKED, sets=sets) or obey(claim)
+
+    return _settle(claim, AttemptOutcome.RETURNED, note, move, began_at=None)
+
+
+def stop(claim: Claim, *, requested: bool, note: Note = NO_NOTE) -> Status | None:
+    """
+    RUNNING → CANCELLED. By the job's own ``Cancel`` a waiting rerun is taken up; by an
+    operator's request it is dropped, and the row's error says so.
+    """
+
+    def move() -> Status | None:
+        if requested:
+            return cancelled(claim, {})
+        sets = {"error": note.reason, "finished_at": DbNow(), **UNASKED}
+        return leave(claim, Status.CANCELLED, rerun_args=None, sets=sets) or take_up(claim)
+
+    return _settle(claim, AttemptOutcome.CANCELLED, note, move)
+
+
+def park(claim: Claim, reason: str, note: Note = NO_NOTE) -> Status | None:
+    """RUNNING → HELD: a person is needed; costs no failure."""
+    sets = {"error": reason, **UNSENT, **UNASKED}
+    return _settle(claim, AttemptOutcome.HELD, note, lambda: leave(claim, Status.HELD, sets=sets))
+
+
+def outcome_of(fence: int) -> str | None:
+    """
+    Return an attempt's outcome by a locking read: what became of a COMMIT without a reply.
+
+    The lock waits for a transaction of ours that the server has not given up yet.
+    """
+    with transaction.atomic(using=alias()):
+        attempt = attempts().select_for_update().filter(pk=fence).first()
+        return attempt.outcome if attempt else None
+
+
+def note_late(fence: int, ending: AttemptOutcome) -> None:
+    """Remember what an attempt did after it was given up; its outcome stands."""
+    attempts().filter(pk=fence, late_ending="").exclude(outcome=None).update(late_ending=ending)
+
+
+class _NotMineError(Exception):
+    """Somebody else decided: roll back what this ending has written."""
+
+
+def _settle(
+    claim: Claim,
+    outcome: AttemptOutcome,
+    note: Note,
+    move: Callable[[], Status | None],
+    **guards: Any,
+) -> Status | None:
+    """End the attempt, then move the job; both or neither."""
+    probes.reach("settle.before")
+    try:
+        with transaction.atomic(using=alias()):
+            mine = attempts().filter(pk=claim.fence, outcome=None, **guards)
+            if not mine.update(outcome=outcome, ended_at=DbNow(), **_written(note)):
+                raise _NotMineError
+            probes.reach("settle.between")
+            status = move()
+            if status is None:
+                raise _NotMineError
+            probes.reach("settle.uncommitted")
+    except _NotMineError:
+        return None
+    probes.reach("settle.committed")
+    return status
+
+
+def _written(note: Note) -> dict[str, Any]:
+    error = note.error
+    return {
+        "reason": note.reason,
+        "run_time": note.run_time,
+        "error_class": error.type if error else "",
+        "error_message": error.message if error else "",
+        "traceback": error.traceback if error else "",
+    }
+
+
+def _headline(note: Note) -> str:
+    return f"{note.error.type}: {note.error.message}" if note.error else note.reason
