@@ -19,7 +19,7 @@ from django.db import DatabaseError, connections
 from django.utils.module_loading import import_string
 
 from dedupjobs import conf, coordinator, dispatch, lifecycle, registry
-from dedupjobs.models import JobAttempt, ProcessedJob
+from dedupjobs.models import ProcessedJob
 
 SHARED_BACKENDS = "django_redis.cache.RedisCache"
 
@@ -28,7 +28,7 @@ def register_all() -> None:
     """Register the checks; called once the app is ready."""
     for check in (_settings, _jobs, _queues, _lock_cache, _worker, _database_settings):
         register(check, Tags.compatibility)
-    register(_tables, Tags.database)
+    register(_unknown_names, Tags.database)
     register(_redis, "dedupjobs", deploy=True)
 
 
@@ -200,7 +200,7 @@ def _isolation(alias: str, options: dict[str, Any]) -> Iterator[CheckMessage]:
         )
 
 
-def _tables(databases: Any = None, **_: Any) -> list[CheckMessage]:
+def _unknown_names(databases: Any = None, **_: Any) -> list[CheckMessage]:
     alias = lifecycle.alias()
     if alias not in (databases or ()):
         return []
@@ -208,21 +208,14 @@ def _tables(databases: Any = None, **_: Any) -> list[CheckMessage]:
         there = set(connections[alias].introspection.table_names())
     except DatabaseError:
         return []  # Django's own checks tell
-    missing = {m._meta.db_table for m in (ProcessedJob, JobAttempt)} - there
-    if missing:
-        return [
-            Warning(
-                f"Database {alias!r} lacks {', '.join(sorted(missing))}: nothing can be enqueued.",
-                hint="Run: manage.py migrate dedupjobs",
-                id="dedupjobs.W005",
-            )
-        ]
+    if ProcessedJob._meta.db_table not in there:
+        return []  # the first `migrate` runs this check; an enqueue would raise NotMigrated
     return [
         Warning(
             f"Rows wait for job {name!r}, which no installed app registers: no worker with this "
             "code can run them.",
             hint="Deploy the code that has it, or keep its old name with name=.",
-            id="dedupjobs.W006",
+            id="dedupjobs.W005",
         )
         for name in coordinator.unknown_names()
     ]
@@ -235,7 +228,7 @@ def _redis(**_: Any) -> list[CheckMessage]:
             f"The Redis of queue {name!r} does not answer within {conf.get().LOCK_TIMEOUT:g} s. "
             "Jobs can be enqueued (their rows wait), but none will run.",
             hint=f"Start it, or correct RQ_QUEUES[{name!r}].",
-            id="dedupjobs.W007",
+            id="dedupjobs.W006",
         )
         for name in dispatch.queue_names()
         if name not in answering
