@@ -146,6 +146,7 @@ class Coordinator:
             )
             if lost:
                 taken.append(lost)
+                locks.release(suspect.job_pk, suspect.owner)
                 tell_lost(lost, "lease")
         return taken
 

@@ -38,6 +38,7 @@ from dedupjobs import (
     hardening,
     interrupts,
     lifecycle,
+    locks,
     registry,
     runner,
 )
@@ -310,6 +311,7 @@ class DedupWorker(Worker):
             runner.settle(claim, Stopped(reason="stopped through RQ", requested=True), Note(), job)
         elif lost := lifecycle.bury(claim.fence, "lost: its process died"):
             coordinator.tell_lost(lost, "death")
+        locks.release(claim.job_pk, claim.owner)
 
     def _tell_rq(self, job: RqJob, queue: Queue, execution: Execution, status: int) -> None:
         """Let RQ's own books show the dead horse; our row has been dealt with already."""
