@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
@@ -138,12 +139,14 @@ class Coordinator:
                 break
             if not (suspect.expired or suspect.ahead):
                 continue
-            lost = lifecycle.reclaim(
-                suspect.fence,
-                beat_at=suspect.beat_at,
-                ahead_of=suspect.lease if suspect.ahead else None,
-                reason=f"lost: no heartbeat since {suspect.beat_at:%Y-%m-%d %H:%M:%S} UTC",
-            )
+            lost = None
+            with _one_row():
+                lost = lifecycle.reclaim(
+                    suspect.fence,
+                    beat_at=suspect.beat_at,
+                    ahead_of=suspect.lease if suspect.ahead else None,
+                    reason=f"lost: no heartbeat since {suspect.beat_at:%Y-%m-%d %H:%M:%S} UTC",
+                )
             if lost:
                 taken.append(lost)
                 locks.release(suspect.job_pk, suspect.owner)
@@ -326,7 +329,9 @@ def _send(rows: list[ProcessedJob]) -> int:
     """Give each row that has not moved on a new RQ id, and push them; return how many went out."""
     deliveries = []
     for row in rows:
-        sent_as = lifecycle.mark_sent(row.pk, row.version, row.dispatch_id)
+        sent_as = None
+        with _one_row():
+            sent_as = lifecycle.mark_sent(row.pk, row.version, row.dispatch_id)
         if sent_as is not None:
             deliveries.append(
                 Delivery(
@@ -337,6 +342,17 @@ def _send(rows: list[ProcessedJob]) -> int:
                 )
             )
     return dispatch.push(deliveries)
+
+
+@contextmanager
+def _one_row() -> Iterator[None]:
+    """Let a row that the database refuses stop nobody behind it; a lost connection goes on up."""
+    try:
+        yield
+    except DatabaseError as error:
+        if not connections[lifecycle.alias()].is_usable():
+            raise
+        signals.tell(signals.coordinator_failed, "", error=error)
 
 
 def _first_of_ours(head: tuple[str, ...]) -> datetime | None:

@@ -34,6 +34,7 @@ from dedupjobs.exceptions import UnknownQueue
 
 ENTRY = "dedupjobs.runner.run"  # a path: workers import it, producers never do
 MESSAGE_TTL = 60  # seconds that RQ keeps a finished message; 0 would cost more round trips
+QUEUED_TTL = 7 * 86_400  # a message that was popped and lost leaves its hash behind; not for ever
 FAILURE_TTL = 86_400
 FREE = 0.010  # pushes faster than this cost the budget nothing
 WINDOW = 1.0
@@ -86,6 +87,7 @@ def _enqueue(queue: str, batch: list[Delivery]) -> None:
             args=([list(row) for row in delivery.rows],),
             job_id=delivery.dispatch_id,
             timeout=rq_timeout(delivery),
+            ttl=QUEUED_TTL,
             result_ttl=MESSAGE_TTL,
             failure_ttl=FAILURE_TTL,
             description=f"{delivery.name} ({len(delivery.rows)} row)",
