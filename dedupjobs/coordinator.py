@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from itertools import count
 from typing import Any
 
 from django.db import DatabaseError, InterfaceError, connections
@@ -114,20 +115,13 @@ class Coordinator:
 
     def hand_over(self, queues: Iterable[str]) -> int:
         """Push waiting rows that are due and were never sent, oldest first."""
-        names, pushed = list(queues), 0
-        for _ in range(PAGES):
-            due = lifecycle.jobs().filter(
-                status__in=WAITING,
-                dispatched_at=None,
-                run_after__lte=DbNow(steady=True),
-                queue__in=names,
-            )
-            rows = _page(due.order_by("run_after", "pk"))
-            sent = _send(rows)
-            pushed += sent
-            if sent < conf.get().BATCH:
-                break
-        return pushed
+        due = lifecycle.jobs().filter(
+            status__in=WAITING,
+            dispatched_at=None,
+            run_after__lte=DbNow(steady=True),
+            queue__in=list(queues),
+        )
+        return sum(_send(rows).pushed for rows in _pages(due, "run_after"))
 
     # ---- attempts whose worker is gone
 
@@ -199,9 +193,10 @@ class Coordinator:
 
     def _resend_before(self, queue: str, moment: datetime) -> int:
         resent = 0
-        while rows := _page(_sent_before(queue, moment)):
-            resent += (sent := _send(rows))
-            if sent < len(rows):
+        for rows in _pages(_sent_before(queue, moment), "dispatched_at", most=None):
+            sent = _send(rows)
+            resent += sent.pushed
+            if sent.pushed < sent.marked:
                 raise RedisError(f"queue {queue!r} can not be filled again right now")
         if resent:
             signals.tell(signals.messages_resent, "", queue=queue, count=resent, cause="wiped")
@@ -226,15 +221,14 @@ class Coordinator:
             horizon = min(horizon, first - after)
         crowded = bool(view.head) and first is None
         resent = 0
-        for rows in _pages(_sent_before(queue, horizon)):
-            resent += _send(
-                [
-                    row
-                    for row in rows
-                    if row.dispatch_id not in in_hands
-                    and not (crowded and _stands_in(queue, row.dispatch_id))
-                ]
-            )
+        for rows in _pages(_sent_before(queue, horizon), "dispatched_at"):
+            gone = [
+                row
+                for row in rows
+                if row.dispatch_id not in in_hands
+                and not (crowded and _stands_in(queue, row.dispatch_id))
+            ]
+            resent += _send(gone).pushed
         if resent:
             signals.tell(signals.messages_resent, "", queue=queue, count=resent, cause="lost")
         return resent
@@ -292,41 +286,41 @@ def _open_attempts() -> Iterator[Any]:
 
 
 def _sent_before(queue: str, moment: datetime) -> Any:
-    """Return waiting rows of a queue that were handed over before ``moment``, oldest first."""
-    return (
-        lifecycle.jobs()
-        .filter(status__in=WAITING, queue=queue, dispatched_at__lt=moment)
-        .order_by("dispatched_at", "pk")
-    )
+    """Return waiting rows of a queue that were handed over before ``moment``."""
+    return lifecycle.jobs().filter(status__in=WAITING, queue=queue, dispatched_at__lt=moment)
 
 
-def _page(rows: Any) -> list[ProcessedJob]:
-    return list(
-        rows.only("pk", "version", "generation", "name", "queue", "dispatch_id", "dispatched_at")[
-            : conf.get().BATCH
-        ]
-    )
-
-
-def _pages(rows: Any) -> Iterator[list[ProcessedJob]]:
-    """Yield pages in the order of hand-over, at most PAGES, each from behind the last one."""
-    page = _page(rows)
-    for _ in range(PAGES):
+def _pages(rows: Any, by: str, *, most: int | None = PAGES) -> Iterator[list[ProcessedJob]]:
+    """Yield pages in the order of column ``by``, each from behind the last one; ``most`` pages."""
+    fields = ("pk", "version", "generation", "name", "queue", "dispatch_id", by)
+    size = conf.get().BATCH
+    ordered = rows.only(*fields).order_by(by, "pk")
+    behind = Q()
+    for _ in range(most) if most is not None else count():
+        page = list(ordered.filter(behind)[:size])
         yield page
-        if len(page) < conf.get().BATCH:
+        if len(page) < size:
             return
         last = page[-1]
-        behind = Q(dispatched_at__gt=last.dispatched_at)
-        behind |= Q(dispatched_at=last.dispatched_at, pk__gt=last.pk)
-        page = _page(rows.filter(behind))
+        behind = Q(**{f"{by}__gt": getattr(last, by)}) | Q(
+            **{by: getattr(last, by)}, pk__gt=last.pk
+        )
 
 
 def _stands_in(queue: str, dispatch_id: str | None) -> bool:
     return dispatch_id is not None and dispatch.in_queue(queue, dispatch_id, within=CROWD)
 
 
-def _send(rows: list[ProcessedJob]) -> int:
-    """Give each row that has not moved on a new RQ id, and push them; return how many went out."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sent:
+    """How many rows got a new RQ id, and how many of those Redis took."""
+
+    marked: int
+    pushed: int
+
+
+def _send(rows: list[ProcessedJob]) -> _Sent:
+    """Give each row that has not moved on a new RQ id, and push them."""
     deliveries = []
     for row in rows:
         sent_as = None
@@ -341,7 +335,7 @@ def _send(rows: list[ProcessedJob]) -> int:
                     rows=((row.pk, row.generation),),
                 )
             )
-    return dispatch.push(deliveries)
+    return _Sent(marked=len(deliveries), pushed=dispatch.push(deliveries))
 
 
 @contextmanager

@@ -243,9 +243,10 @@ class _Producer:
     @contextmanager
     def spending(self) -> Iterator[None]:
         """Run the block within what is left of the budget; an error opens the breaker."""
+        left = self.budget.left()  # a refusal must not open the breaker for another second
         begun = clock.monotonic()
         try:
-            with self.deadline(self.budget.left()):
+            with self.deadline(left):
                 yield
         except (RedisError, OSError):
             self.budget.open()

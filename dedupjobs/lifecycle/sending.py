@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from django.db import transaction
+
 from dedupjobs import clock
 from dedupjobs.clock import DbNow
-from dedupjobs.lifecycle.rows import UNSENT, jobs
-from dedupjobs.models import (
-    WAITING,
-)
+from dedupjobs.lifecycle.rows import UNSENT, alias, jobs, skip_locked
+from dedupjobs.models import WAITING
+
+CHUNK = 500  # ids of one statement
 
 
 def new_dispatch_id() -> str:
@@ -19,13 +23,29 @@ def mark_sent(pk: int, version: int, dispatch_id: str | None) -> str | None:
     """
     Give a waiting row a new RQ id, or return None if it has moved on or was sent meanwhile.
 
-    ``dispatch_id`` is the one as read: of two senders, one wins.
+    ``dispatch_id`` is the one as read: of two senders, one wins. A row that somebody has locked
+    is left for the next round, since a business transaction must not hold all others up.
     """
     sent_as = new_dispatch_id()
     row = jobs().filter(pk=pk, version=version, status__in=WAITING, dispatch_id=dispatch_id)
-    return sent_as if row.update(dispatch_id=sent_as, dispatched_at=DbNow()) else None
+    with transaction.atomic(using=alias()):
+        if not skip_locked(row).values_list("pk"):
+            return None
+        return sent_as if row.update(dispatch_id=sent_as, dispatched_at=DbNow()) else None
 
 
-def mark_unsent(dispatch_ids: list[str]) -> int:
-    """Forget hand-overs that failed, so that the coordinator's next round makes them again."""
-    return jobs().filter(dispatch_id__in=dispatch_ids, status__in=WAITING).update(**UNSENT)
+def mark_unsent(dispatch_ids: Sequence[str]) -> int:
+    """
+    Forget hand-overs that failed, so that the coordinator's next round makes them again.
+
+    Locked rows are left alone: their messages count as lost once RESEND_AFTER has passed.
+    """
+    marked = 0
+    for start in range(0, len(dispatch_ids), CHUNK):
+        failed = jobs().filter(
+            dispatch_id__in=dispatch_ids[start : start + CHUNK], status__in=WAITING
+        )
+        with transaction.atomic(using=alias()):
+            free = list(skip_locked(failed.order_by("pk")).values_list("pk", flat=True))
+            marked += failed.filter(pk__in=free).update(**UNSENT)
+    return marked
