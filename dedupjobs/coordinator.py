@@ -90,13 +90,13 @@ class Coordinator:
             self._next_sweep = clock.monotonic() + conf.get().RECLAIM_EVERY
             lost = self.reclaim()
         queues = dispatch.reachable_queues()
-        handed_over = self.hand_over(queues)
-        for queue in queues:
+        for queue in queues:  # before the hand-over, or what it sends would be sent twice
             try:
                 resent += self.resend_wiped(queue)
                 resent += self.resend_lost(queue) if sweep else 0
             except (RedisError, OSError) as error:
                 signals.tell(signals.coordinator_failed, "", error=error)
+        handed_over = self.hand_over(queues)
         return Round(handed_over=handed_over, resent=resent, lost=tuple(lost))
 
     def run(self, rest: Callable[[float], bool]) -> None:

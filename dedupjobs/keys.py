@@ -214,6 +214,17 @@ _REVIVERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 # ---- keys
 
 
+def scope_of(value: Any, name: str) -> str:
+    """Return the tenant as text; ``name`` is the argument that names it, for the error."""
+    if value is None or value == "":
+        raise KeyValueError(f"{name}={value!r} names the tenant; without one, keys would mix")
+    text = str(value)
+    _text(text, name)
+    if len(text) > SHOWN:
+        raise ArgumentError(f"{name} names the tenant in {len(text)} characters; {SHOWN} fit")
+    return text
+
+
 def identity(*, scope: str, owner: str, parts: list[Any], text: str) -> Identity:
     """
     Return the identity of ``parts`` under a tenant (``scope``) and a job name or namespace.

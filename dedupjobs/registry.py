@@ -111,7 +111,7 @@ class Job(Generic[P, R]):
     def call_of(self, values: Mapping[str, Any], *, unkeyed: str) -> Call:
         """Return what is stored for these arguments; without a key, ``unkeyed`` is hashed."""
         text = keys.encode(values)
-        scope = str(values[self.scope]) if self.scope else ""
+        scope = keys.scope_of(values[self.scope], self.scope) if self.scope else ""
         if self.key_maker is None:
             identity = keys.identity(scope=scope, owner=self.name, parts=[unkeyed], text="")
         else:

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from django.db import DatabaseError, InterfaceError, connections
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 from rq import Queue, Worker
 from rq.exceptions import InvalidJobOperation
 from rq.executions import Execution
@@ -49,7 +51,7 @@ from dedupjobs.heartbeat import Heart
 from dedupjobs.lifecycle import Claim, Note
 from dedupjobs.registry import Options
 
-IDLE_WAIT = 10  # seconds that an idle worker blocks in Redis before it looks at its coordinator
+IDLE_WAIT = 2  # seconds that an idle worker blocks in Redis before it looks at its coordinator
 GLANCE = 1.0  # seconds between two looks of the parent at a running horse
 PICKLE_MARK = b"\x80"  # how every pickle of protocol 2 and up begins
 
@@ -180,9 +182,36 @@ class DedupWorker(Worker):
         return min(super().dequeue_timeout, IDLE_WAIT)
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
-        super().heartbeat(timeout, pipeline)
+        with self._without_redis():
+            super().heartbeat(timeout, pipeline)
         if not self.is_horse and self._coordinator is not None:
             self._mind_coordinator()
+
+    # RQ quits if Redis is away at one of these; the loop's own wait for it is elsewhere.
+
+    def set_state(self, state: str, pipeline: Any = None) -> None:
+        with self._without_redis():
+            super().set_state(state, pipeline)
+
+    def check_for_suspension(self, burst: bool) -> None:
+        with self._without_redis():
+            super().check_for_suspension(burst)
+
+    def run_maintenance_tasks(self) -> None:
+        with self._without_redis():
+            super().run_maintenance_tasks()
+
+    def maintain_heartbeats(self, job: RqJob, execution: Execution) -> None:
+        with self._without_redis():
+            super().maintain_heartbeats(job, execution)
+
+    @contextmanager
+    def _without_redis(self) -> Iterator[None]:
+        """Go on if Redis does not answer: what the block tells it is bookkeeping."""
+        try:
+            yield
+        except (RedisConnectionError, RedisTimeoutError) as error:
+            self.log.warning("Worker %s: Redis is away: %s", self.name, error)
 
     def _name_unknown_jobs(self) -> None:
         try:
@@ -240,9 +269,10 @@ class DedupWorker(Worker):
             return
         if self._stopped_job_id == job.id:
             ride.killed = "stopped"
-        self._bury(ride)
+        self._bury(ride, job.id)
         if status != os.EX_OK:
-            self._tell_rq(job, queue, execution, status)
+            with self._without_redis():
+                self._tell_rq(job, queue, execution, status)
 
     def _watch(self, ride: Ride, job: RqJob, execution: Execution) -> int:
         """Return the horse's wait status. Each look takes at most GLANCE seconds, and no SQL."""
@@ -280,11 +310,12 @@ class DedupWorker(Worker):
         with suppress(ProcessLookupError):
             os.kill(ride.pid, signum)
 
-    def _bury(self, ride: Ride) -> None:
+    def _bury(self, ride: Ride, rq_id: str) -> None:
         """End the attempts that the dead horse has left open: we have reaped it, so it is dead."""
         try:
             for claim in lifecycle.claimed_by(ride.owner):
                 self._bury_one(claim, ride.killed)
+            lifecycle.mark_unsent([rq_id])  # rows that it had not claimed yet have no message now
             coordinator.Coordinator().hand_over([q.name for q in self.queues])
         except (DatabaseError, InterfaceError) as error:
             self.log.error(
