@@ -29,6 +29,7 @@ from dedupjobs.exceptions import ArgumentError, JobDefinitionError, KeyValueErro
 
 SCHEME = 1  # enters every key's hash; a new way to build keys gets a new number
 TAG = "$"
+LONGEST_INTEGER = 4_096  # bits; Python prints no more than some 14,000
 SHOWN = 200  # characters of a key that are displayed; the hash covers all of it
 
 
@@ -45,12 +46,12 @@ class Identity:
 
 def encode(values: Mapping[str, Any]) -> str:
     """Return the arguments as JSON text; ArgumentError names the first that does not fit."""
-    return _dump({name: _plain(value, name, exact=True) for name, value in values.items()})
+    return _dump({name: _flat(value, name, exact=True) for name, value in values.items()})
 
 
 def encode_value(value: Any) -> str:
     """Return one value as JSON text."""
-    return _dump(_plain(value, "result", exact=True))
+    return _dump(_flat(value, "result", exact=True))
 
 
 def decode(text: str) -> Any:
@@ -60,7 +61,7 @@ def decode(text: str) -> Any:
 
 def canonical(value: Any, name: str) -> str:
     """Return the text that stands for ``value`` in keys and fingerprints."""
-    return _dump(_plain(value, name, exact=False))
+    return _dump(_flat(value, name, exact=False))
 
 
 def digest(text: str) -> str:
@@ -84,21 +85,38 @@ def _dump(plain: Any) -> str:
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
+def _flat(value: Any, name: str, *, exact: bool) -> Any:
+    """As ``_plain``, but a value without end is an ArgumentError."""
+    try:
+        return _plain(value, name, exact=exact)
+    except RecursionError:
+        raise ArgumentError(f"{name}: nested too deep, or it contains itself; flatten it") from None
+
+
 def _plain(value: Any, name: str, *, exact: bool) -> Any:
     """Return ``value`` in JSON's own types; ``name`` is where it stands, for the error."""
-    if value is None or isinstance(value, bool) or type(value) is int:
+    if value is None or isinstance(value, bool):
         return value
     if type(value) is str:
         return _text(value, name)
-    if type(value) is float:
-        if not math.isfinite(value):
-            raise ArgumentError(f"{name}={value!r}: JSON has no NaN or infinity; pass None")
-        return value
+    if type(value) in (int, float):
+        return _number(value, name)
     if type(value) is list:
         return [_plain(v, f"{name}[{i}]", exact=exact) for i, v in enumerate(value)]
     if type(value) is dict:
         return _plain_dict(value, name, exact=exact)
     return _tagged(value, name, exact=exact)
+
+
+def _number(value: int | float, name: str) -> int | float:
+    if isinstance(value, int) and value.bit_length() > LONGEST_INTEGER:
+        bits = value.bit_length()
+        raise ArgumentError(
+            f"{name}: an integer of {bits:,} bits, {LONGEST_INTEGER:,} fit; pass bytes"
+        )
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ArgumentError(f"{name}={value!r}: JSON has no NaN or infinity; pass None")
+    return value
 
 
 def _text(value: str, name: str) -> str:
@@ -333,7 +351,7 @@ def _part(value: Any, name: str) -> Any:
             f"{name}={value!r} stands in the key: calls without a value would all be the same "
             "work. Give it a value, or take it out of the key."
         )
-    return _plain(value, name, exact=False)
+    return _flat(value, name, exact=False)
 
 
 def _shown(value: Any) -> str:

@@ -29,6 +29,7 @@ FOREVER = timedelta.max
 """``unique_for=FOREVER``: a key that has succeeded never runs again."""
 
 SHORTEST, LONGEST = 0.1, 366 * 86_400.0  # seconds that an option may say
+LONGEST_WINDOW = timedelta(days=36_525)  # a century; databases end at the year 9999
 
 _UNSET: Any = object()
 _jobs: dict[str, Job[..., Any]] = {}
@@ -264,10 +265,11 @@ def _unique_for(key: Any, value: Any, job: str) -> timedelta | None:
         )
     if value is None or value is FOREVER:
         return value
-    window = value if isinstance(value, timedelta) else timedelta(seconds=_positive(value, job))
-    if window <= timedelta(0):
+    window = value if isinstance(value, timedelta) else timedelta(seconds=_number(value, job))
+    if not timedelta(0) < window <= LONGEST_WINDOW:
         raise JobDefinitionError(
-            f"{job}: unique_for={value!r} is not positive; None means no window"
+            f"{job}: unique_for={value!r}; give more than 0 and at most {LONGEST_WINDOW.days:,} "
+            "days, FOREVER, or None for only while active"
         )
     return window
 
@@ -329,6 +331,12 @@ def _lease(value: Any, what: str) -> float:
     if value is None:
         raise JobDefinitionError(f"{what}=None; a lease must end, or a crash is never seen")
     return _positive(value, what)
+
+
+def _number(value: Any, job: str) -> float:
+    if type(value) not in (int, float) or not abs(value) < LONGEST_WINDOW.total_seconds():
+        raise JobDefinitionError(f"{job}: unique_for={value!r} is no number of seconds")
+    return float(value)
 
 
 def _positive_or_none(value: Any, what: str) -> float | None:

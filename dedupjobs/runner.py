@@ -37,6 +37,7 @@ from dedupjobs import (
 )
 from dedupjobs.context import Attempt, entered
 from dedupjobs.endings import (
+    MESSAGE_LIMIT,
     Ending,
     Error,
     Failed,
@@ -46,6 +47,7 @@ from dedupjobs.endings import (
     Snoozed,
     Stopped,
     Succeeded,
+    clip,
 )
 from dedupjobs.exceptions import (
     ArgumentError,
@@ -206,11 +208,9 @@ def perform(claim: Claim, heart: Heart) -> tuple[Ending, Status | None]:
 
 def execute(job: Job[..., Any], claim: Claim, heart: Heart) -> tuple[Ending, Note]:
     """Call the function and say how it ended; never raises for the job's own errors."""
-    try:
-        bound = job.bound(claim.args)
-    except (ArgumentError, KeyError, TypeError, ValueError) as error:
-        reason = f"the stored arguments no longer fit: {error}. Deploy code that takes them, retry"
-        return Parked(reason=reason), Note(reason=reason)
+    bound = _bound(job, claim)
+    if isinstance(bound, Parked):
+        return bound, Note(reason=bound.reason)
     returned = _NOTHING
     pid, begun = os.getpid(), clock.monotonic()
     ending: Ending
@@ -235,6 +235,15 @@ def execute(job: Job[..., Any], claim: Claim, heart: Heart) -> tuple[Ending, Not
             ending = _ending_of(TimeoutReached("swallowed by the job"), job.options, heart)
     probes.reach("user_code.after")
     return ending, _note(ending, clock.monotonic() - begun)
+
+
+def _bound(job: Job[..., Any], claim: Claim) -> inspect.BoundArguments | Parked:
+    try:
+        return job.bound(claim.args)
+    except (Exception, SystemExit, GeneratorExit) as error:  # reviving values runs the job's types
+        what = f"{type(error).__name__}: {error}"
+        reason = f"the stored arguments no longer fit: {what}. Deploy code that takes them, retry"
+        return Parked(reason=clip(reason, MESSAGE_LIMIT))
 
 
 def _perform_atomically(

@@ -254,3 +254,50 @@ def fork(*, tag: str, how: str) -> None:
             return
         os.waitpid(pid, 0)
     note(tag, "parent")
+
+
+# ---- for process tests
+
+
+@job(key="high:{tag}", unique_for=FOREVER, queue="high")
+def record_high(*, tag: str) -> None:
+    note(tag, "high")
+
+
+@job(key="low:{tag}", unique_for=FOREVER, queue="low")
+def record_low(*, tag: str) -> None:
+    note(tag, "low")
+
+
+@job(key="deaf:{tag}", unique_for=FOREVER, timeout=0.5, max_attempts=1)
+def swallow_everything(*, tag: str) -> None:
+    """Go on whatever is raised into this function."""
+    note(tag, "begin")
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:
+            continue
+
+
+@job(key="flaky:{tag}", unique_for=FOREVER, max_attempts=3, backoff=2)
+def fail_once(*, tag: str) -> None:
+    """Fail at first, and wait two seconds for the retry."""
+    note(tag, str(current_attempt().number))
+    if current_attempt().number == 1:
+        raise ValueError(f"the first attempt of {tag}")
+
+
+@job(key="watch:{tag}", unique_for=FOREVER, lease=2, timeout=60, max_attempts=1)
+def report_progress(*, tag: str, release: str) -> None:
+    """Say that 3 of 7 parts are done, over and over, until released."""
+    note(tag, f"begin {current_attempt().number} {os.getpid()}")
+    while not Path(release).exists():
+        current_attempt().progress(3, 7, "halfway")
+        time.sleep(0.02)
+
+
+@job(key="stubborn:{tag}", unique_for=FOREVER, timeout=60)
+def swallow_shutdown(*, tag: str) -> None:
+    """Go on whatever is raised into this function, within its time-out."""
+    swallow_everything.func(tag=tag)

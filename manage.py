@@ -1,0 +1,18 @@
+#!/usr/bin/env python
+"""Django's command line for the sample project."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def main() -> None:
+    os.environ.setdefault("DJANGO_SETTINGS_MODULE", "project.settings")
+    from django.core.management import execute_from_command_line  # noqa: PLC0415 - after the line above
+
+    execute_from_command_line(sys.argv)
+
+
+if __name__ == "__main__":
+    main()

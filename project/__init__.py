@@ -1,0 +1,1 @@
+"""The sample project: a small shop whose payments are charged once, whatever happens."""

@@ -1,0 +1,1 @@
+"""One product, one Buy button, one webhook."""
