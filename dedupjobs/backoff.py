@@ -28,8 +28,10 @@ class Exponential:
             raise ValueError(f"{self!r}: wants base >= 0, factor >= 1, cap >= base")
 
     def __call__(self, failures: int, uniform: Callable[[float, float], float]) -> float:
-        # The exponent is bounded, since factor ** 10_000 overflows a float.
-        longest = min(self.cap, self.base * self.factor ** min(max(failures - 1, 0), 64))
+        try:
+            longest = min(self.cap, self.base * self.factor ** max(failures - 1, 0))
+        except OverflowError:
+            longest = self.cap
         return uniform(0.0, longest) if self.jitter else longest
 
 

@@ -13,7 +13,7 @@ Everything dedupjobs raises.
   - PayloadMismatch       the key is held by a call with other arguments
   - LeaseLost             another attempt may own the job; this one must not write
   - NoCurrentAttempt      current_attempt() outside a job
-  - ForeignPickle         a pickled RQ job on a queue that is read as JSON
+  - ForeignPickle         an RQ job of somebody else on a DedupWorker's queue
 * Wish                    raised by a job to ask for something; control flow, no error
   - Retry                 try again later, counted as a failure
   - Snooze                try again later, not counted
@@ -74,7 +74,7 @@ class NoCurrentAttempt(DedupJobsError, RuntimeError):
 
 
 class ForeignPickle(DedupJobsError):
-    """A pickled RQ job came to a worker that reads JSON; see DEDUPJOBS["FOREIGN_PICKLE"]."""
+    """An RQ job that is not ours came to a DedupWorker; see DEDUPJOBS["FOREIGN_PICKLE"]."""
 
 
 class JobConflict(DedupJobsError):

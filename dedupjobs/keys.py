@@ -56,7 +56,7 @@ def encode_value(value: Any) -> str:
 
 def decode(text: str) -> Any:
     """Return what ``encode`` or ``encode_value`` was given."""
-    return json.loads(text, object_hook=_revive)
+    return _revive(json.loads(text))
 
 
 def canonical(value: Any, name: str) -> str:
@@ -145,11 +145,11 @@ def _tagged(value: Any, name: str, *, exact: bool) -> Any:  # noqa: C901, PLR091
         case datetime():
             if value.tzinfo is None:
                 raise ArgumentError(f"{name}={value!r} has no time zone; pass an aware datetime")
-            return {TAG: "datetime", "v": (value if exact else value.astimezone(UTC)).isoformat()}
+            return {TAG: "datetime", "v": (value if exact else _in_utc(value, name)).isoformat()}
         case date():
             return {TAG: "date", "v": value.isoformat()}
         case time():
-            return {TAG: "time", "v": value.isoformat()}
+            return {TAG: "time", "v": value.replace(fold=0).isoformat(), "fold": value.fold}
         case timedelta():
             return {TAG: "timedelta", "v": [value.days, value.seconds, value.microseconds]}
         case Decimal():
@@ -170,6 +170,13 @@ def _tagged(value: Any, name: str, *, exact: bool) -> Any:  # noqa: C901, PLR091
     raise ArgumentError(f"{name}: {_refusal(value)}")
 
 
+def _in_utc(value: datetime, name: str) -> datetime:
+    try:
+        return value.astimezone(UTC)
+    except OverflowError:
+        raise ArgumentError(f"{name}={value!r} lies outside the calendar in UTC") from None
+
+
 def _refusal(value: Any) -> str:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if hasattr(value, "_meta") and hasattr(value, "pk"):
@@ -187,11 +194,23 @@ def _path(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _revive(found: dict[str, Any]) -> Any:
-    kind = found.get(TAG)
-    if kind is None or not isinstance(kind, str):
-        return found
-    return _REVIVERS[kind](found) if kind in _REVIVERS else found
+def _revive(plain: Any) -> Any:
+    """
+    Return the value that ``_plain`` was given, from the outside in.
+
+    A dict that only looks like our notation stands in a "dict" wrapper, whose inside is not
+    looked at as a tag: data from outside never becomes an object.
+    """
+    if isinstance(plain, list):
+        return [_revive(v) for v in plain]
+    if not isinstance(plain, dict):
+        return plain
+    kind = plain.get(TAG)
+    if kind == "dict":
+        return {k: _revive(v) for k, v in plain["v"].items()}
+    if kind in _REVIVERS:
+        return _REVIVERS[kind](plain)
+    return {k: _revive(v) for k, v in plain.items()}
 
 
 def _named_type(path: str, wanted: Callable[[type], bool]) -> type:
@@ -211,21 +230,21 @@ def _revive_enum(found: dict[str, Any]) -> Any:
 
 
 def _revive_dataclass(found: dict[str, Any]) -> Any:
-    return _named_type(found["t"], dataclasses.is_dataclass)(**found["v"])
+    fields = {name: _revive(value) for name, value in found["v"].items()}
+    return _named_type(found["t"], dataclasses.is_dataclass)(**fields)
 
 
 _REVIVERS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "dict": lambda f: f["v"],
     "enum": _revive_enum,
     "dataclass": _revive_dataclass,
     "datetime": lambda f: datetime.fromisoformat(f["v"]),
     "date": lambda f: date.fromisoformat(f["v"]),
-    "time": lambda f: time.fromisoformat(f["v"]),
+    "time": lambda f: time.fromisoformat(f["v"]).replace(fold=f["fold"]),
     "timedelta": lambda f: timedelta(*f["v"]),
     "decimal": lambda f: Decimal(f["v"]),
     "uuid": lambda f: UUID(hex=f["v"]),
     "bytes": lambda f: base64.b64decode(f["v"]),
-    "tuple": lambda f: tuple(f["v"]),
+    "tuple": lambda f: tuple(_revive(v) for v in f["v"]),
 }
 
 

@@ -159,7 +159,8 @@ def _token(pk: int, owner: str) -> str:
 
 def _value(lock: Lock) -> str | None:
     value: Any = _client().get(lock.name)
-    return value.decode() if isinstance(value, bytes) else value
+    # Whatever else stands there is not our token.
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def _milliseconds(seconds: float) -> int:

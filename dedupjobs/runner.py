@@ -35,6 +35,7 @@ from dedupjobs import (
     registry,
     signals,
 )
+from dedupjobs.backoff import Exponential
 from dedupjobs.context import Attempt, entered
 from dedupjobs.endings import (
     MESSAGE_LIMIT,
@@ -64,7 +65,7 @@ from dedupjobs.heartbeat import Heart, beating
 from dedupjobs.lifecycle import Claim, Note, Place
 from dedupjobs.locks import Grip
 from dedupjobs.models import WAITING, AttemptOutcome, Status
-from dedupjobs.registry import Job, Options
+from dedupjobs.registry import LONGEST, Job, Options
 
 T = TypeVar("T")
 
@@ -414,8 +415,19 @@ def _fail_or_give_up(claim: Claim, ending: Failed, note: Note, options: Options)
         return lifecycle.give_up(
             claim, on_dead=options.on_dead, note=note, timed_out=ending.timed_out
         )
-    after = options.backoff(failures, clock.uniform) if ending.after is None else ending.after
-    return lifecycle.fail(claim, after=max(after, 0.0), note=note, timed_out=ending.timed_out)
+    after = _pause(options, failures) if ending.after is None else ending.after
+    return lifecycle.fail(claim, after=after, note=note, timed_out=ending.timed_out)
+
+
+def _pause(options: Options, failures: int) -> float:
+    """Ask the job's backoff; a broken one must not keep the failure from being recorded."""
+    try:
+        seconds = float(options.backoff(failures, clock.uniform))
+        if 0 <= seconds <= LONGEST:
+            return seconds
+    except Exception as error:
+        signals.tell(signals.settle_troubled, "", claim=None, error=error)
+    return Exponential()(failures, clock.uniform)
 
 
 def _settle_surely(

@@ -57,21 +57,34 @@ PICKLE_MARK = b"\x80"  # how every pickle of protocol 2 and up begins
 
 
 class Serializer:
-    """JSON; another producer's pickle only where the project allows it."""
+    """JSON that names our own entry; anything else only where the project allows it."""
 
     dumps = staticmethod(JSONSerializer.dumps)
 
     @staticmethod
     def loads(data: bytes, *args: Any, **kwargs: Any) -> Any:
-        if not data.startswith(PICKLE_MARK):
-            return JSONSerializer.loads(data, *args, **kwargs)
-        if conf.get().FOREIGN_PICKLE:
-            return pickle.loads(data)  # noqa: S301 - asked for by the setting
-        raise ForeignPickle(
-            "This job was queued as a pickle, which runs any code its writer likes. If only "
-            'trusted code writes to this Redis, set DEDUPJOBS["FOREIGN_PICKLE"] = True and '
-            "requeue it; otherwise give it a queue and a stock worker of its own."
-        )
+        trusts = conf.get().FOREIGN_PICKLE
+        if data.startswith(PICKLE_MARK):
+            if trusts:
+                return pickle.loads(data)  # noqa: S301 - asked for by the setting
+            raise _foreign("was queued as a pickle, which runs any code its writer likes")
+        value = JSONSerializer.loads(data, *args, **kwargs)
+        if _is_call(value) and value[0] != dispatch.ENTRY and not trusts:
+            raise _foreign(f"names {value[0]!r}, and RQ would run any function so named")
+        return value
+
+
+def _is_call(value: Any) -> bool:
+    """Return whether this is how RQ writes a job: function, instance, arguments, keywords."""
+    return isinstance(value, list) and list(map(type, value[2:])) == [list, dict]
+
+
+def _foreign(what: str) -> ForeignPickle:
+    return ForeignPickle(
+        f"This job is not one of dedupjobs: it {what}. If only trusted code writes to this Redis, "
+        'set DEDUPJOBS["FOREIGN_PICKLE"] = True and requeue it; otherwise give it a queue and a '
+        "stock worker of its own."
+    )
 
 
 @dataclass(slots=True)
