@@ -30,6 +30,7 @@ FOREVER = timedelta.max
 
 SHORTEST, LONGEST = 0.1, 366 * 86_400.0  # seconds that an option may say
 LONGEST_WINDOW = timedelta(days=36_525)  # a century; databases end at the year 9999
+LONGEST_NAME, LONGEST_TEXT = 200, 100  # characters that the columns hold
 
 _UNSET: Any = object()
 _jobs: dict[str, Job[..., Any]] = {}
@@ -167,7 +168,7 @@ def job(
     """
 
     def register(func: Callable[P, R]) -> Job[P, R]:
-        chosen = name or _default_name(func)
+        chosen = _fitting(name or _default_name(func))
         signature = inspect.signature(func)
         made: Job[P, R] = Job(
             name=chosen,
@@ -315,9 +316,19 @@ def _whole(value: Any, what: str) -> int:
     return value
 
 
+def _fitting(name: str) -> str:
+    if len(name) > LONGEST_NAME:
+        raise JobDefinitionError(
+            f"{name[:60]}…: a name may have {LONGEST_NAME} characters, not {len(name)}; give name="
+        )
+    return name
+
+
 def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise JobDefinitionError(f"{what}={value!r}; give a non-empty string")
+    if not isinstance(value, str) or not 0 < len(value) <= LONGEST_TEXT:
+        raise JobDefinitionError(
+            f"{what}={value!r}; give a string of 1 to {LONGEST_TEXT} characters"
+        )
     return value
 
 
