@@ -1,0 +1,63 @@
+"""How fast one process enqueues new keys, and keys that are queued already."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import django_rq
+from rq import Queue
+from rq.exceptions import DuplicateJobError
+
+from benchmarks import jobs, usage
+from benchmarks.usage import Usage
+
+WARM_UP = 10
+
+
+def measure(way: str, count: str) -> dict[str, float]:
+    """Call ``count`` times with new keys, then again with the same ones."""
+    usage.clear_servers()
+    call = WAYS[way](django_rq.get_queue("default"))
+    numbers = range(WARM_UP, WARM_UP + int(count))
+    for number in (*range(WARM_UP), *range(WARM_UP)):
+        call(number)
+    figures = _timed(call, numbers, "new")
+    if way != "Queue.enqueue":  # it knows no duplicates
+        figures |= _timed(call, numbers, "duplicate")
+    return figures
+
+
+def _timed(call: Callable[[int], object], numbers: range, what: str) -> dict[str, float]:
+    before, begun = Usage.now(), time.perf_counter()
+    for number in numbers:
+        call(number)
+    seconds, used = time.perf_counter() - begun, Usage.now() - before
+    return {
+        f"{what}_per_second": len(numbers) / seconds,
+        f"{what}_redis_trips": (used.trips - 1) / len(numbers),  # one is our own question
+    }
+
+
+def _plain(queue: Queue) -> Callable[[int], object]:
+    return lambda number: queue.enqueue(jobs.plain, number)
+
+
+def _unique(queue: Queue) -> Callable[[int], object]:
+    def call(number: int) -> None:
+        with suppress(DuplicateJobError):
+            queue.enqueue(jobs.plain, number, job_id=f"noop-{number}", unique=True)
+
+    return call
+
+
+def _deduplicated(queue: Queue) -> Callable[[int], object]:
+    return jobs.deduplicated.enqueue
+
+
+WAYS: dict[str, Callable[[Queue], Callable[[int], object]]] = {
+    "Queue.enqueue": _plain,
+    "Queue.enqueue(unique=True)": _unique,
+    "dedupjobs": _deduplicated,
+}

@@ -1,0 +1,44 @@
+"""One job that does nothing, dressed in three ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+
+from django.core.cache import cache
+from django.utils import timezone
+
+from benchmarks import stamps
+from dedupjobs import FOREVER, job
+
+
+def once(func: Callable[[int], None]) -> Callable[[int], None]:
+    """The decorator that teams write: a Redis lock around a row that says whether it is done."""
+
+    @wraps(func)
+    def run(number: int) -> None:
+        from benchmarks.models import DoneByHand  # noqa: PLC0415 - jobs load before models
+
+        key = f"{func.__name__}:{number}"
+        with cache.lock(f"lock:{key}", timeout=60):
+            row, _ = DoneByHand.objects.get_or_create(key=key)
+            if row.done_at is None:
+                func(number)
+                row.done_at = timezone.now()
+                row.save()
+
+    return run
+
+
+def plain(number: int) -> None:
+    stamps.mark()
+
+
+@once
+def hand_made(number: int) -> None:
+    stamps.mark()
+
+
+@job(key="noop:{number}", unique_for=FOREVER)
+def deduplicated(number: int) -> None:
+    stamps.mark()

@@ -1,0 +1,160 @@
+"""From the figures of all rounds to medians, ratios, and tables for people."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from importlib.metadata import version
+from statistics import median
+from typing import Any
+
+import redis
+
+from benchmarks.rounds import CONTESTANTS, WAYS, Rounds
+
+BESIDE = {  # what a drain is compared with
+    "times_worker": "plain RQ on Worker",
+    "times_simple_worker": "plain RQ on SimpleWorker",
+    "times_hand_made": "hand-made on Worker",
+}
+NOTHING = {"statements": 0, "commits": 0}
+
+Row = dict[str, Any]
+Columns = dict[str, Callable[[Row], str]]
+
+
+def summary(
+    database: str, drains: Rounds, enqueues: Rounds, counts: dict[str, Row]
+) -> dict[str, Any]:
+    """Return a row of medians and ratios per contestant and per way to enqueue."""
+    return {
+        "database": database,
+        "drain": [
+            {
+                "name": one.name,
+                **_medians(drains[one.name]),
+                **{
+                    ratio: _times(drains[one.name], drains[other], "per_second")
+                    for ratio, other in BESIDE.items()
+                },
+                **counts.get(one.dressing, NOTHING),
+                "rounds": drains[one.name],
+            }
+            for one in CONTESTANTS
+        ],
+        "enqueue": [
+            {
+                "name": way,
+                **_medians(enqueues[way]),
+                "times_plain": _times(enqueues[way], enqueues[WAYS[0]], "new_per_second"),
+                "times_unique": _times(enqueues[way], enqueues[WAYS[1]], "duplicate_per_second"),
+                **{
+                    f"{what}_{unit}": count if way == "dedupjobs" else 0
+                    for what in ("new", "duplicate")
+                    for unit, count in counts[what].items()
+                },
+                "rounds": enqueues[way],
+            }
+            for way in WAYS
+        ],
+    }
+
+
+def _medians(rounds: list[dict[str, float]]) -> Row:
+    return {figure: median(one[figure] for one in rounds) for figure in rounds[0]}
+
+
+def _times(mine: list[Row], others: list[Row], figure: str) -> float | None:
+    """Return the median ratio within a round, or None where one of them has no such figure."""
+    if figure not in mine[0] or figure not in others[0]:
+        return None
+    return median(a[figure] / b[figure] for a, b in zip(mine, others, strict=True))
+
+
+def machine(redis_url: str) -> str:
+    """Name what the figures depend on."""
+    with redis.Redis.from_url(redis_url) as client:
+        server = client.info("server")
+    name = server.get("server_name", "redis")
+    return ", ".join(
+        [
+            f"{os.cpu_count()} CPUs",
+            f"{platform.system()} {platform.machine()}",
+            f"Python {platform.python_version()}",
+            f"Django {version('django')}",
+            f"rq {version('rq')}",
+            f"redis-py {version('redis')}",
+            f"{name} {server.get(f'{name}_version', server['redis_version'])}",
+        ]
+    )
+
+
+# ---- for people
+
+
+def text(measured: dict[str, Any]) -> str:
+    """Return Markdown tables that read well in a terminal, too."""
+    parts = [
+        f"A job that does nothing; {measured['jobs']} jobs per drain where each forks, medians of "
+        f"{measured['rounds']} rounds.\nvs: times the rate, in the same round, of plain RQ on "
+        "Worker, of plain RQ on SimpleWorker,\nand of the hand-made decorator on Worker.\n"
+        f"{measured['machine']}."
+    ]
+    for found in measured["databases"].values():
+        parts += [_table(f"{found['database']}: drain", DRAIN, found["drain"])]
+        parts += [_table(f"{found['database']}: enqueue", ENQUEUE, found["enqueue"])]
+    return "\n\n".join(parts)
+
+
+def _figure(key: str, digits: int = 0, unit: str = "") -> Callable[[Row], str]:
+    def show(row: Row) -> str:
+        value = row.get(key)
+        return "–" if value is None else f"{value:,.{digits}f}{unit}"
+
+    return show
+
+
+def _span(row: Row) -> str:
+    rates = [one["per_second"] for one in row["rounds"]]
+    return f"{min(rates):,.0f}–{max(rates):,.0f}"
+
+
+DRAIN: Columns = {
+    "jobs/s": _figure("per_second"),
+    "all rounds": _span,
+    "vs Worker": _figure("times_worker", 2, "×"),
+    "vs SimpleWorker": _figure("times_simple_worker", 2, "×"),
+    "vs hand-made": _figure("times_hand_made", 2, "×"),
+    "CPU ms": _figure("cpu_ms", 2),
+    "Redis trips": _figure("redis_trips", 1),
+    "commands": _figure("redis_commands", 1),
+    "SQL": _figure("statements"),
+    "commits": _figure("commits"),
+}
+ENQUEUE: Columns = {
+    "new/s": _figure("new_per_second"),
+    "vs Queue.enqueue": _figure("times_plain", 2, "×"),
+    "Redis trips": _figure("new_redis_trips", 1),
+    "SQL": _figure("new_statements"),
+    "duplicates/s": _figure("duplicate_per_second"),
+    "vs unique=True": _figure("times_unique", 2, "×"),
+    "its Redis trips": _figure("duplicate_redis_trips", 1),
+    "its SQL": _figure("duplicate_statements"),
+}
+
+
+def _table(title: str, columns: Columns, rows: list[Row]) -> str:
+    lines = [[title, *columns]]
+    lines += [[row["name"], *(show(row) for show in columns.values())] for row in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join(_line(cells, widths) for cells in (lines[0], rule, *lines[1:]))
+
+
+def _line(cells: list[str], widths: list[int]) -> str:
+    first, *others = (
+        cell.ljust(width) if i == 0 else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    )
+    return f"| {' | '.join([first, *others])} |"

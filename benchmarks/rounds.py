@@ -1,0 +1,112 @@
+"""Every contestant in turn, round by round, each measured by a fresh process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.servers import CannotRun
+
+ROOT = Path(__file__).resolve().parent.parent
+PATIENCE = 600  # seconds for one measurement
+FAST = 5  # times as many jobs and calls where nothing forks, so that they last long enough
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A way to dress the job, on a worker class."""
+
+    dressing: str
+    worker: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.dressing} on {self.worker.rpartition('.')[2]}"
+
+    @property
+    def forks(self) -> bool:
+        return self.worker != "rq.SimpleWorker"
+
+
+CONTESTANTS = (
+    Contestant("plain RQ", "rq.Worker"),
+    Contestant("hand-made", "rq.Worker"),
+    Contestant("dedupjobs", "rq.Worker"),
+    Contestant("dedupjobs", "dedupjobs.worker.DedupWorker"),
+    Contestant("plain RQ", "rq.SimpleWorker"),
+    Contestant("hand-made", "rq.SimpleWorker"),
+    Contestant("dedupjobs", "rq.SimpleWorker"),
+)
+WAYS = ("Queue.enqueue", "Queue.enqueue(unique=True)", "dedupjobs")
+
+Rounds = dict[str, list[dict[str, float]]]
+
+
+def run(
+    name: str, redis_url: str, database: dict[str, Any], jobs: int, rounds: int
+) -> dict[str, Any]:
+    """Return the figures of every round, of drains and of enqueues, and the counts of SQL."""
+    environment = {
+        **os.environ,
+        "DJANGO_SETTINGS_MODULE": "benchmarks.settings",
+        "BENCH_REDIS": redis_url,
+        "BENCH_DATABASE": json.dumps(database),
+        "BENCH_WORKER": "rq.Worker",
+    }
+    # Without bytecode on disk every forked horse would compile what it imports, again and again.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    _python(environment, "-m", "django", "migrate", "--run-syncdb", "--verbosity", "0")
+    counted = _measure(environment, "statements")
+    drains: Rounds = defaultdict(list)
+    enqueues: Rounds = defaultdict(list)
+    for number in range(rounds):
+        _say(f"{name}: round {number + 1} of {rounds}")
+        for one in CONTESTANTS:
+            environment["BENCH_WORKER"] = one.worker
+            count = jobs if one.forks else FAST * jobs
+            drains[one.name].append(_measure(environment, "drain", one.dressing, str(count)))
+        for way in WAYS:
+            enqueues[way].append(_measure(environment, "enqueue", way, str(FAST * jobs)))
+    return {"drains": drains, "enqueues": enqueues, **counted}
+
+
+def _measure(environment: dict[str, str], *arguments: str) -> Any:
+    output = _python(environment, "-m", "benchmarks.measure", *arguments)
+    return json.loads(output.splitlines()[-1])
+
+
+def _python(environment: dict[str, str], *arguments: str) -> str:
+    """Run and return what it printed; nothing that it started survives an interruption."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C reaches us alone
+    )
+    try:
+        output, errors = process.communicate(timeout=PATIENCE)
+    except BaseException as error:
+        # Its work horses have groups of their own: they end with their job, which is at once.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise CannotRun(f"{' '.join(arguments)}: not done in {PATIENCE} s") from error
+        raise
+    if process.returncode:
+        raise CannotRun(f"{' '.join(arguments)} failed:\n{output}{errors}")
+    return output
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,339 @@
+"""Each system check: triggered once, and silent with good settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from django.conf import settings
+from django.core import checks
+from django.core.management import call_command
+from django.core.management.base import SystemCheckError
+from django.db import connection, connections, transaction
+from django.test.utils import override_settings
+
+from dedupjobs import dispatch, registry
+from dedupjobs.models import ProcessedJob
+from tests.app import jobs
+from tests.rows import alter
+from tests.servers import free_port
+
+pytestmark = pytest.mark.django_db
+
+LOCMEM = {"default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}}
+GOOD_SQLITE = {
+    "transaction_mode": "IMMEDIATE",
+    "timeout": 20,
+    "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL",
+}
+
+
+def found(*, deploy: bool = False) -> dict[str, checks.CheckMessage]:
+    """Run all checks as `manage.py check --database default` does; return ours by id."""
+    dispatch.forget_clients()
+    try:
+        messages = checks.run_checks(include_deployment_checks=deploy, databases=["default"])
+    finally:
+        dispatch.forget_clients()
+    return {str(m.id): m for m in messages if str(m.id).startswith("dedupjobs.")}
+
+
+def only(identifier: str, **how: Any) -> checks.CheckMessage:
+    """Return the message of this id, which must be the only one of ours, and its cure."""
+    messages = found(**how)
+    assert list(messages) == [identifier]
+    message = messages[identifier]
+    assert message.hint or identifier == "dedupjobs.E001"
+    return message
+
+
+class Router:
+    """Send our tables to another alias."""
+
+    def db_for_write(self, model: Any, **hints: Any) -> str | None:
+        return "elsewhere" if model._meta.app_label == "dedupjobs" else None
+
+
+@contextmanager
+def tables_in(engine: str, options: dict[str, Any]) -> Iterator[None]:
+    """Let our tables be in a database of this kind; nothing connects to it."""
+    connections.settings["elsewhere"] = {
+        **connections.settings["default"],
+        "ENGINE": f"django.db.backends.{engine}",
+        "NAME": "never connected to",
+        "OPTIONS": options,
+        "PORT": "",
+    }
+    try:
+        with override_settings(DATABASE_ROUTERS=[Router()]):
+            yield
+    finally:
+        del connections["elsewhere"]
+        del connections.settings["elsewhere"]
+
+
+@contextmanager
+def defined(**options: Any) -> Iterator[None]:
+    made = registry.job(key="{a}", unique_for=None, name="tests.checked", **options)
+    made(take)
+    try:
+        yield
+    finally:
+        registry.forget("tests.checked")
+
+
+def take(*, a: int) -> None:
+    """Be a job while a test runs."""
+
+
+def test_suites_own_settings_pass_every_check() -> None:
+    assert found(deploy=True) == {}
+
+
+def test_command_passes_with_the_databases_checks() -> None:
+    call_command("check", databases=["default"])
+
+
+@pytest.mark.parametrize("engine", ["sqlite3", "postgresql"])
+def test_good_database_passes(engine: str) -> None:
+    with tables_in(engine, GOOD_SQLITE if engine == "sqlite3" else {}):
+        assert found() == {}
+
+
+# ---- settings
+
+
+def test_wrong_setting_is_e001_and_keeps_django_from_starting() -> None:
+    with override_settings(DEDUPJOBS={"RESEND_AFTR": 1}):
+        assert "Did you mean 'RESEND_AFTER'?" in only("dedupjobs.E001").msg
+        with pytest.raises(SystemCheckError, match=r"dedupjobs\.E001"):
+            call_command("check")
+
+
+def test_several_wrong_settings_are_all_named() -> None:
+    with override_settings(DEDUPJOBS={"TICK": 0, "NO": 1}):
+        messages = checks.run_checks()
+        assert len([m for m in messages if m.id == "dedupjobs.E001"]) == 2
+
+
+# ---- jobs and queues
+
+
+def test_job_on_an_unknown_queue_is_e002() -> None:
+    with defined(queue="nowhere"):
+        message = only("dedupjobs.E002").msg
+    assert "tests.checked" in message
+    assert "'nowhere'" in message
+    assert "default, high, low" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"atomic": True, "timeout": 20, "lease": 60}, True),
+        ({"atomic": True, "timeout": None}, True),
+        ({"atomic": True, "timeout": 19, "lease": 60}, False),
+        ({"atomic": False, "timeout": 180}, False),
+    ],
+    ids=str,
+)
+def test_atomic_job_that_may_outlive_its_lease_is_e003_on_sqlite(
+    options: dict[str, Any], wrong: bool
+) -> None:
+    with tables_in("sqlite3", GOOD_SQLITE), defined(**options):
+        if wrong:
+            message = only("dedupjobs.E003").msg
+            assert "tests.checked" in message
+            assert "20 s" in message
+        else:
+            assert found() == {}
+
+
+def test_atomic_job_may_take_its_time_on_a_database_with_row_locks() -> None:
+    with tables_in("postgresql", {}), defined(atomic=True, timeout=180):
+        assert found() == {}
+
+
+@pytest.mark.parametrize("queues", [{}, None], ids=["empty", "missing"])
+def test_project_without_queues_is_e004(queues: Any) -> None:
+    with override_settings(RQ_QUEUES={}):
+        if queues is None:
+            del settings.RQ_QUEUES
+        messages = found()
+    assert "dedupjobs.E004" in messages
+    assert "RQ_QUEUES" in messages["dedupjobs.E004"].hint
+    assert set(messages) <= {"dedupjobs.E002", "dedupjobs.E004"}
+
+
+# ---- cache
+
+
+def test_lock_cache_that_does_not_exist_is_e005() -> None:
+    with override_settings(DEDUPJOBS={"LOCK_CACHE": "locks"}):
+        assert "'locks'" in only("dedupjobs.E005").msg
+
+
+@pytest.mark.parametrize("backend", ["locmem.LocMemCache", "dummy.DummyCache", "redis.RedisCache"])
+def test_lock_cache_without_locks_is_e006(backend: str) -> None:
+    path = f"django.core.cache.backends.{backend}"
+    location = settings.CACHE_URL
+    with override_settings(CACHES={"default": {"BACKEND": path, "LOCATION": location}}):
+        message = only("dedupjobs.E006")
+    assert path in message.msg
+    assert "django_redis.cache.RedisCache" in message.hint
+
+
+def test_lock_cache_under_another_alias_passes() -> None:
+    caches = {**LOCMEM, "locks": settings.CACHES["default"]}
+    with override_settings(CACHES=caches, DEDUPJOBS={"LOCK_CACHE": "locks"}):
+        assert found() == {}
+
+
+# ---- worker
+
+
+@pytest.mark.parametrize("path", ["no.such.Worker", "dedupjobs.worker.Nothing"])
+def test_worker_class_that_can_not_be_imported_is_e007(path: str) -> None:
+    with override_settings(RQ={"WORKER_CLASS": path}):
+        assert repr(path) in only("dedupjobs.E007").msg
+
+
+@pytest.mark.parametrize(
+    "rq", [{}, {"WORKER_CLASS": "rq.Worker"}, {"WORKER_CLASS": "rq.SimpleWorker"}]
+)
+def test_worker_class_of_stock_is_w001_for_the_coordinator_and_w002_for_pickle(rq: Any) -> None:
+    with override_settings(RQ=rq):
+        messages = found()
+    assert set(messages) == {"dedupjobs.W001", "dedupjobs.W002"}
+    assert "dedupjobs_coordinator" in messages["dedupjobs.W001"].hint
+    assert "DedupWorker" in messages["dedupjobs.W002"].hint
+
+
+def test_worker_class_that_is_missing_altogether_is_a_stock_one() -> None:
+    with override_settings():
+        del settings.RQ
+        assert set(found()) == {"dedupjobs.W001", "dedupjobs.W002"}
+
+
+def test_worker_class_of_ones_own_on_top_of_ours_passes() -> None:
+    with override_settings(RQ={"WORKER_CLASS": "tests.test_checks.OwnWorker"}):
+        assert found() == {}
+
+
+def __getattr__(name: str) -> Any:
+    """Make the class on first use: the worker's module is not for a process that only checks."""
+    if name == "OwnWorker":
+        from dedupjobs.worker import DedupWorker
+
+        return type("OwnWorker", (DedupWorker,), {})
+    raise AttributeError(name)
+
+
+# ---- database
+
+
+def test_database_of_an_unknown_kind_is_e008() -> None:
+    with tables_in("dummy", {}):
+        assert "unknown" in only("dedupjobs.E008").msg
+
+
+@pytest.mark.parametrize("mode", [None, "DEFERRED", "deferred"])
+def test_sqlite_that_begins_as_a_reader_is_e009(mode: str | None) -> None:
+    with tables_in("sqlite3", {**GOOD_SQLITE, "transaction_mode": mode}):
+        assert repr(mode) in only("dedupjobs.E009").msg
+
+
+@pytest.mark.parametrize("mode", ["IMMEDIATE", "immediate", "EXCLUSIVE"])
+def test_sqlite_that_begins_as_a_writer_passes(mode: str) -> None:
+    with tables_in("sqlite3", {**GOOD_SQLITE, "transaction_mode": mode}):
+        assert found() == {}
+
+
+@pytest.mark.parametrize("command", ["", "PRAGMA synchronous=NORMAL", "PRAGMA journal_mode=DELETE"])
+def test_sqlite_without_wal_is_w003(command: str) -> None:
+    with tables_in("sqlite3", {**GOOD_SQLITE, "init_command": command}):
+        assert "WAL" in only("dedupjobs.W003").msg
+
+
+def test_sqlite_with_wal_in_another_spelling_passes() -> None:
+    with tables_in("sqlite3", {**GOOD_SQLITE, "init_command": "pragma JOURNAL_MODE = wal"}):
+        assert found() == {}
+
+
+@pytest.mark.parametrize("timeout", [{}, {"timeout": 5}], ids=["default", "5"])
+def test_sqlite_that_hardly_waits_is_w004(timeout: dict[str, int]) -> None:
+    options = {k: v for k, v in GOOD_SQLITE.items() if k != "timeout"} | timeout
+    with tables_in("sqlite3", options):
+        assert "timeout=5" in only("dedupjobs.W004").msg
+
+
+@pytest.mark.parametrize("level", ["REPEATABLE_READ", "SERIALIZABLE"])
+def test_isolation_other_than_read_committed_is_e010(level: str) -> None:
+    from psycopg import IsolationLevel
+
+    with tables_in("postgresql", {"isolation_level": IsolationLevel[level]}):
+        assert level.replace("_", " ") in only("dedupjobs.E010").msg
+    with tables_in("postgresql", {"isolation_level": IsolationLevel[level].value}):
+        only("dedupjobs.E010")
+
+
+def test_isolation_of_read_committed_passes_however_it_is_written() -> None:
+    from psycopg import IsolationLevel
+
+    for level in (IsolationLevel.READ_COMMITTED, IsolationLevel.READ_COMMITTED.value, None):
+        with tables_in("postgresql", {"isolation_level": level}):
+            assert found() == {}
+
+
+# ---- rows, and Redis
+
+
+def test_rows_that_no_code_can_run_are_w005() -> None:
+    alter(jobs.record.enqueue(tag="a").job, name="shop.gone")
+    assert "'shop.gone'" in only("dedupjobs.W005").msg
+
+
+@pytest.mark.parametrize("status", ["SUCCEEDED", "DEAD", "CANCELLED", "HELD"])
+def test_rows_that_wait_for_no_worker_pass(status: str) -> None:
+    alter(jobs.record.enqueue(tag="a").job, name="shop.gone", status=status)
+    assert found() == {}
+
+
+def test_rows_are_not_looked_at_without_the_database_option() -> None:
+    alter(jobs.record.enqueue(tag="a").job, name="shop.gone")
+    assert not [m for m in checks.run_checks() if str(m.id).startswith("dedupjobs.")]
+
+
+def test_tables_that_are_missing_keep_no_check_from_running() -> None:
+    with transaction.atomic():
+        with connection.cursor() as cursor:
+            cursor.execute("ALTER TABLE dedupjobs_processedjob RENAME TO gone")
+        assert not {i for i in found() if i.startswith("dedupjobs.E")}
+        transaction.set_rollback(True)
+    assert ProcessedJob.objects.count() == 0
+
+
+def test_redis_that_does_not_answer_is_w006_at_deploy_only() -> None:
+    queues = {
+        "default": settings.RQ_QUEUES["default"],
+        "high": {"URL": f"redis://127.0.0.1:{free_port()}/0"},
+        "low": settings.RQ_QUEUES["low"],
+    }
+    with override_settings(RQ_QUEUES=queues):
+        assert "'high'" in only("dedupjobs.W006", deploy=True).msg
+        assert found() == {}
+
+
+def test_every_check_has_a_test_here() -> None:
+    import inspect
+    import re
+    from pathlib import Path
+
+    from dedupjobs import checks as ours
+
+    shipped = set(re.findall(r'"(dedupjobs\.[EW]\d+)"', inspect.getsource(ours)))
+    tested = set(re.findall(r'"(dedupjobs\.[EW]\d+)"', Path(__file__).read_text()))
+    assert shipped
+    assert shipped <= tested
