@@ -22,6 +22,7 @@ from dedupjobs import (
     Exponential,
     clock,
     current_attempt,
+    hardening,
     job,
     keys,
     lifecycle,
@@ -873,6 +874,13 @@ def fork_atomically(*, tag: str) -> None:
 # ---- the database goes away
 
 
+@pytest.fixture
+def reconnected(transactional_db: None) -> Iterator[None]:
+    """Leave no broken connection to the next test."""
+    yield
+    connection.close()
+
+
 def terminate(pid: int) -> None:
     """Kill a server process of the test's database, from outside."""
     where = connection.settings_dict
@@ -906,7 +914,7 @@ def lose_connection_atomically(*, tag: str, how: str) -> str:
 
 @only_postgresql
 @committing
-def test_connection_that_is_killed_between_two_jobs_is_replaced(transactional_db: None) -> None:
+def test_connection_that_is_killed_between_two_jobs_is_replaced(reconnected: None) -> None:
     rows = [jobs.record.enqueue(tag=tag).job for tag in "ab"]
     first, second = [(row.pk, row.generation) for row in rows]
     assert runner.deliver(*first, owner="one", lock=False) == Status.SUCCEEDED
@@ -918,9 +926,14 @@ def test_connection_that_is_killed_between_two_jobs_is_replaced(transactional_db
 
 @only_postgresql
 @committing
+@pytest.mark.parametrize("first", [True, False], ids=["first message", "later message"])
 def test_connection_that_is_killed_before_a_message_is_looked_at_is_replaced(
-    transactional_db: None,
+    reconnected: None, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
+    hardened = threading.Event()
+    if not first:
+        hardened.set()
+    monkeypatch.setattr(hardening, "_hardened", hardened)  # as in a process that has just begun
     row = jobs.record.enqueue(tag="a").job
     terminate(backend())
     runner.run([[row.pk, 1]])
@@ -930,7 +943,7 @@ def test_connection_that_is_killed_before_a_message_is_looked_at_is_replaced(
 @only_postgresql
 @committing
 def test_connection_that_is_killed_in_mid_job_is_replaced_to_write_the_success(
-    transactional_db: None,
+    reconnected: None,
 ) -> None:
     attempt = run(lose_connection, tag="a", how="nothing")
     assert (attempt.outcome, attempt.job.status, attempt.job.attempts) == (
@@ -943,7 +956,7 @@ def test_connection_that_is_killed_in_mid_job_is_replaced_to_write_the_success(
 @only_postgresql
 @committing
 def test_connection_that_is_killed_under_a_jobs_query_is_a_failure_that_is_recorded(
-    transactional_db: None,
+    reconnected: None,
 ) -> None:
     attempt = run(lose_connection, tag="a", how="query")
     assert (attempt.outcome, attempt.job.status, attempt.job.failures) == ("FAILED", "RETRYING", 1)
@@ -958,7 +971,7 @@ def test_connection_that_is_killed_under_a_jobs_query_is_a_failure_that_is_recor
     ("how", "outcome"), [("nothing", {"INTERRUPTED"}), ("query", {"FAILED", "INTERRUPTED"})]
 )
 def test_connection_that_is_killed_under_an_atomic_job_leaves_no_effect(
-    transactional_db: None, how: str, outcome: set[str]
+    reconnected: None, how: str, outcome: set[str]
 ) -> None:
     attempt = run(lose_connection_atomically, tag="a", how=how)
     assert attempt.outcome in outcome
@@ -970,7 +983,7 @@ def test_connection_that_is_killed_under_an_atomic_job_leaves_no_effect(
 
 @committing
 @pytest.mark.parametrize("point", ["claim.before", "claim.uncommitted", "claim.committed"])
-def test_claim_that_breaks_at_any_point_is_made_once(transactional_db: None, point: str) -> None:
+def test_claim_that_breaks_at_any_point_is_made_once(reconnected: None, point: str) -> None:
     row = jobs.record.enqueue(tag="a").job
     with at(point, break_connection):
         assert deliver(row) == Status.SUCCEEDED
@@ -986,7 +999,7 @@ def test_claim_that_breaks_at_any_point_is_made_once(transactional_db: None, poi
     ("specimen", "status"), [(jobs.record, "SUCCEEDED"), (jobs.fail, "RETRYING")], ids=name_of
 )
 def test_ending_whose_writing_breaks_at_any_point_is_written_once(
-    transactional_db: None, point: str, specimen: Job[..., Any], status: str
+    reconnected: None, point: str, specimen: Job[..., Any], status: str
 ) -> None:
     row = specimen.enqueue(tag="a").job
     with at(point, break_connection):
@@ -1015,7 +1028,7 @@ def through_proxy() -> Iterator[Proxy]:
 
 @only_postgresql
 @committing
-def test_claim_whose_commit_has_no_reply_is_found_by_its_owner(transactional_db: None) -> None:
+def test_claim_whose_commit_has_no_reply_is_found_by_its_owner(reconnected: None) -> None:
     row = jobs.record.enqueue(tag="a").job
     with through_proxy() as proxy:
         with at("claim.uncommitted", lambda: proxy.swallow_reply_to(b"COMMIT")):
@@ -1029,7 +1042,7 @@ def test_claim_whose_commit_has_no_reply_is_found_by_its_owner(transactional_db:
 @committing
 @pytest.mark.parametrize("specimen", [jobs.record, jobs.record_atomically], ids=name_of)
 def test_success_whose_commit_has_no_reply_is_written_once(
-    transactional_db: None, specimen: Job[..., Any]
+    reconnected: None, specimen: Job[..., Any]
 ) -> None:
     row = specimen.enqueue(tag="a").job
     with through_proxy() as proxy:
@@ -1050,7 +1063,7 @@ def test_success_whose_commit_has_no_reply_is_written_once(
     ids=name_of,
 )
 def test_success_whose_commit_never_arrived_is_written_again_or_rolled_back(
-    transactional_db: None, specimen: Job[..., Any], status: str, outcome: str
+    reconnected: None, specimen: Job[..., Any], status: str, outcome: str
 ) -> None:
     row = specimen.enqueue(tag="a").job
     pid = backend()
