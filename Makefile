@@ -9,7 +9,7 @@ ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest -n 2
 
-.PHONY: help demo test check lint types layers migrations format bench wheel clean
+.PHONY: help demo test mariadb check lint types layers migrations format bench wheel clean
 
 help: ## List these commands
 	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -24,6 +24,9 @@ demo: $(VENV)/.demo ## Run the sample shop under fire; ONCE=1 ends after the res
 test: $(VENV)/.test ## Run the suite on SQLite, then on PostgreSQL
 	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) $(ARGS)
 	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) $(ARGS)
+
+mariadb: $(VENV)/.test ## Run the suite on MariaDB, which the machine must have
+	DEDUPJOBS_TEST_DB=mariadb $(PYTEST) $(ARGS)
 
 check: lint types layers migrations ## Run lint, types, layers and migrations, which are commands too
 

@@ -8,7 +8,10 @@ System checks: what would hurt in production is named by `manage.py check`, with
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from itertools import islice, pairwise
 from typing import Any
 
 from django.conf import settings
@@ -18,7 +21,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, connections
 from django.utils.module_loading import import_string
 
-from dedupjobs import conf, coordinator, dispatch, lifecycle, registry
+from dedupjobs import conf, coordinator, dispatch, lifecycle, registry, slots
 from dedupjobs.models import ProcessedJob
 
 SHARED_BACKENDS = "django_redis.cache.RedisCache"
@@ -26,7 +29,7 @@ SHARED_BACKENDS = "django_redis.cache.RedisCache"
 
 def register_all() -> None:
     """Register the checks; called once the app is ready."""
-    for check in (_settings, _jobs, _queues, _lock_cache, _worker, _database_settings):
+    for check in (_settings, _jobs, _policies, _queues, _lock_cache, _worker, _database_settings):
         register(check, Tags.compatibility)
     register(_unknown_names, Tags.database)
     register(_redis, "dedupjobs", deploy=True)
@@ -61,6 +64,79 @@ def _jobs(**_: Any) -> list[CheckMessage]:
                 )
             )
     return found
+
+
+def _policies(**_: Any) -> list[CheckMessage]:
+    """Name options that contradict each other: nobody can want both."""
+    return [
+        Error(f"Job {job.name}: {text}", hint=cure, id=f"dedupjobs.{number}")
+        for job in registry.every()
+        for number, text, cure in _contradictions(job)
+    ]
+
+
+def _contradictions(job: registry.Job[..., Any]) -> Iterator[tuple[str, str, str]]:
+    options, window = job.options, job.unique_for
+    if options.debounce and options.on_conflict == "raise":
+        yield (
+            "E011",
+            "debounce collects calls on an active key, on_conflict='raise' refuses them.",
+            "Remove one of the two.",
+        )
+    if options.max_wait and options.max_wait < (options.debounce or math.inf):
+        yield (
+            "E012",
+            f"max_wait={options.max_wait:g} s bounds a debounce of {options.debounce} s.",
+            "Set debounce, and max_wait to at least as much.",
+        )
+    if job.key_maker is None and (options.newest_wins or options.on_conflict != "return"):
+        yield (
+            "E013",
+            "key=None, so no call meets another, but it says what to do when one does.",
+            "Give it a key, or remove on_conflict and debounce.",
+        )
+    seconds = math.inf if window in (None, registry.FOREVER) else window.total_seconds()
+    if seconds < (options.timeout or math.inf):
+        yield (
+            "E014",
+            f"unique_for={seconds:g} s is shorter than timeout={options.timeout} s: a call that "
+            "comes late in a run would be answered otherwise than one just after it.",
+            "Lengthen unique_for or shorten timeout.",
+        )
+    if options.scheduled:
+        yield from _schedule_contradictions(job)
+
+
+def _schedule_contradictions(job: registry.Job[..., Any]) -> Iterator[tuple[str, str, str]]:
+    options = job.options
+    if options.every and options.cron:
+        yield "E015", "it has both every and cron.", "Keep one of them."
+        return
+    slot, another = (datetime(2000, 1, day, tzinfo=UTC) for day in (1, 2))
+    try:
+        identities = {job.identity_of({"slot": s}) for s in (slot, another)}
+    except Exception as error:  # a key is made by the project's code
+        yield (
+            "E016",
+            f"the coordinator calls it with slot= alone, which does not fit: {error}",
+            "Give it one argument without a default, slot, which is an aware datetime in UTC.",
+        )
+        return
+    if job.key_maker is None or len(identities) == 1:
+        yield (
+            "E017",
+            "it runs by the clock, but its key lacks the slot, so only one slot would ever run.",
+            'Put {slot} into key=, for example key="report:{slot}".',
+        )
+    following = slots.after(slot, every=options.every, cron=options.cron, zone=UTC)
+    gap = max((b - a).total_seconds() for a, b in pairwise(islice(following, 100)))
+    if job.unique_for is None or job.unique_for.total_seconds() < 2 * gap:
+        yield (
+            "E018",
+            "its key is free again while its slot is still the newest one, so a restarted "
+            "coordinator would run the slot twice.",
+            f"Set unique_for to FOREVER or at least twice the time between slots ({gap:g} s).",
+        )
 
 
 def _too_long_for_sqlite(options: registry.Options) -> bool:

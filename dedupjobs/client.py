@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from django.db import DatabaseError, transaction
+from asgiref.sync import sync_to_async
+from django.db import DatabaseError, connections, transaction
+from django.dispatch import Signal
 
-from dedupjobs import clock, conf, dispatch, keys, lifecycle, signals
+from dedupjobs import clock, conf, dispatch, keys, lifecycle, signals, stats
+from dedupjobs.clock import DbNow
 from dedupjobs.dispatch import Delivery
-from dedupjobs.exceptions import JobConflict, NotMigrated, PayloadMismatch, PayloadTooLarge
+from dedupjobs.exceptions import (
+    ArgumentError,
+    DedupJobsError,
+    JobConflict,
+    JobDefinitionError,
+    NoResult,
+    NotMigrated,
+    PayloadMismatch,
+    PayloadTooLarge,
+    ResultTimeout,
+)
 from dedupjobs.lifecycle import Answer
-from dedupjobs.models import Kind, ProcessedJob, Status
-from dedupjobs.registry import Call, Job
+from dedupjobs.models import FINAL, Cause, Kind, ProcessedJob, Status
+from dedupjobs.registry import Call, Job, Variant
 
 MISSING_TABLE = {"42P01", "1146"}  # as PostgreSQL and MySQL number it
+POLL_FIRST, POLL_LAST = 0.02, 0.5  # seconds between two looks for a result, doubling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """The attempt that is at work on a key. ``beat_age``: seconds since its last heartbeat."""
+
+    status: Status
+    attempt: int
+    host: str
+    pid: int | None
+    beat_age: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,65 +50,163 @@ class Outcome:
     What an enqueue did: always an object, always true.
 
     ``job`` is the row that holds the key: the new one, or the one in the way. ``reason`` is a
-    sentence for people.
+    sentence for people. ``error`` is what the job's policy makes of it; ``enqueue`` raises it,
+    ``enqueue_many`` leaves it here, so that one call does not hide what became of the others.
     """
 
     kind: Kind
     job: ProcessedJob
     reason: str
+    error: DedupJobsError | None = None
 
     @property
     def created(self) -> bool:
-        """Whether a run follows because of this call."""
+        """Whether a run follows because of this call alone."""
         return self.kind is Kind.CREATED
 
     def __bool__(self) -> bool:
         return True
 
     def raise_for_conflict(self) -> Outcome:
-        """Return self, or raise JobConflict if the call was turned away."""
+        """Return self, or raise JobConflict or PayloadMismatch if the call was turned away."""
+        if self.error is not None:
+            raise self.error
         if self.kind in (Kind.DUPLICATE, Kind.BLOCKED):
             raise JobConflict(self)
         return self
 
+    @property
+    def holder(self) -> Holder | None:
+        """The attempt that is at work on the key right now, or None; reads the database."""
+        open_one = lifecycle.attempts().filter(job_id=self.job.pk, outcome=None)
+        attempt: Any = open_one.select_related("job").annotate(db_now=DbNow()).last()
+        if attempt is None:
+            return None
+        return Holder(
+            status=Status(attempt.job.status),
+            attempt=attempt.number,
+            host=attempt.host,
+            pid=attempt.pid,
+            beat_age=(attempt.db_now - attempt.beat_at).total_seconds(),
+        )
 
-def enqueue(job: Job[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+    def result(self, timeout: float = 0) -> Any:
+        """
+        Return what the job returned, waiting up to ``timeout`` seconds for its success.
+
+        ResultTimeout: it is not there yet. NoResult: there will be none (dead, cancelled, held,
+        or not kept). A success may have returned None: that is a result.
+        """
+        for pause in _pauses(timeout):
+            if (found := self._look(pause)) is not None:
+                return found.value
+            clock.sleep(pause or 0)
+        raise AssertionError("the last look raises")
+
+    async def aresult(self, timeout: float = 0) -> Any:
+        """As ``result``, from async code; leaves the database to others between two looks."""
+        for pause in _pauses(timeout):
+            if (found := await sync_to_async(self._look)(pause)) is not None:
+                return found.value
+            await asyncio.sleep(pause or 0)
+        raise AssertionError("the last look raises")
+
+    def _look(self, pause: float | None) -> _Found | None:
+        """Read the row once; ``pause`` is None at the last look, which raises."""
+        row = lifecycle.jobs().filter(pk=self.job.pk).first()
+        if row is None:
+            raise NoResult(f"{self.job.name} {self.job.key!r} has ended and was pruned")
+        if row.status in (*FINAL, Status.HELD):
+            return _Found(_result_of(row))
+        if connections[lifecycle.alias()].in_atomic_block:
+            raise ResultTimeout(
+                f"{row.name} {row.key!r} is {row.status}; inside atomic() its end can not be "
+                "waited for. Ask after the commit."
+            )
+        if pause is None:
+            raise ResultTimeout(f"{row.name} {row.key!r} is still {row.status}")
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    value: Any
+
+
+def _pauses(timeout: float) -> Iterator[float | None]:
+    """Yield how long to wait after each look, doubling; at the deadline, None."""
+    deadline, pause = clock.monotonic() + timeout, POLL_FIRST
+    while (left := deadline - clock.monotonic()) > 0:
+        yield min(pause, left)
+        pause = min(pause * 2, POLL_LAST)
+    yield None
+
+
+def enqueue(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
     """
     Make sure that this call runs once, and say what is.
 
     Writes one row inside the caller's transaction, if there is one; nothing reaches Redis
     before its outermost commit, and a rollback leaves nothing.
     """
-    call = _call(job, args, kwargs)
-    dispatch.check_queue(job.options.queue)
-    try:
-        answer = lifecycle.enqueue(
-            job.name, call, options=job.options, holds=job.unique_for is not None
-        )
-    except DatabaseError as error:
-        if _is_missing_table(error):
-            raise NotMigrated("The dedupjobs tables are missing. Run: manage.py migrate") from error
-        raise
-    outcome = Outcome(kind=answer.kind, job=answer.row, reason=_reason(answer))
-    if outcome.created:
-        _hand_over(answer.row)
-        return outcome
-    signals.tell(
-        signals.duplicate_detected,
-        job.name,
-        job_pk=answer.row.pk,
-        cause="replay" if answer.kind is Kind.REPLAYED else "producer",
-        detail=outcome.reason,
-    )
-    if answer.mismatch and job.key_maker is not None:
-        outcome = _mismatched(job, call, outcome)
-    if job.options.on_conflict == "raise" and answer.kind is Kind.DUPLICATE:
-        raise JobConflict(outcome)
+    outcome = reserve(variant, args, kwargs, sends=True)
+    if outcome.error is not None:
+        raise outcome.error
     return outcome
 
 
-def _call(job: Job[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    call = job.call_of(job.bind(args, kwargs), unkeyed=clock.token())
+async def aenqueue(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+    """Enqueue from async code, in the thread that Django keeps for its database."""
+    return await sync_to_async(enqueue)(variant, args, kwargs)
+
+
+def enqueue_many(variant: Variant, calls: Iterable[Mapping[str, Any]]) -> list[Outcome]:
+    """
+    Enqueue one call per dict of keyword arguments; outcomes come in the order of the calls.
+
+    Raises for none of them: what ``enqueue`` would raise is each outcome's ``error``. Wrong
+    arguments do raise, before anything is written.
+    """
+    job = variant.job
+    bound = [_call(variant, (), _kwargs(job, call)) for call in calls]
+    _check_queue(variant)
+    answers = _migrated(
+        lambda: lifecycle.enqueue_many(bound, options=job.options, holds=_holds(job))
+    )
+    news: list[_News] = []
+    outcomes = [_outcome(job, call, a, news) for call, a in zip(bound, answers, strict=True)]
+    _hand_over([answer.row for answer in answers if answer.sends])
+    _tell_later(news)
+    return outcomes
+
+
+def reserve(
+    variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any], *, sends: bool
+) -> Outcome:
+    """Enqueue without raising for policies; without ``sends`` the row gets no message from us."""
+    job = variant.job
+    call = _call(variant, args, kwargs)
+    _check_queue(variant)
+    answer = _migrated(lambda: lifecycle.enqueue(call, options=job.options, holds=_holds(job)))
+    news: list[_News] = []
+    outcome = _outcome(job, call, answer, news)
+    if sends and answer.sends:
+        _hand_over([answer.row])
+    _tell_later(news)
+    return outcome
+
+
+# ---- the call
+
+
+def _call(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    job = variant.job
+    if variant.run_after is not None and _reruns(job):
+        raise JobDefinitionError(
+            f"{job.name}: run_after does not go with on_conflict='rerun' or debounce, which say "
+            "themselves when a call that meets another one runs"
+        )
+    call = job.call_of(job.bind(args, kwargs), variant, unkeyed=clock.token())
     size, limit = len(call.args.encode()), conf.get().MAX_PAYLOAD
     if size > limit:
         raise PayloadTooLarge(
@@ -91,52 +216,130 @@ def _call(job: Job[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return call
 
 
-def _hand_over(row: ProcessedJob) -> None:
-    delivery = Delivery(
-        queue=row.queue,
-        dispatch_id=row.dispatch_id or "",
-        name=row.name,
-        rows=((row.pk, row.generation),),
+def _reruns(job: Job[..., Any]) -> bool:
+    return job.options.on_conflict == "rerun" or job.options.debounce is not None
+
+
+def _kwargs(job: Job[..., Any], call: Any) -> dict[str, Any]:
+    if isinstance(call, Mapping):
+        return dict(call)
+    raise ArgumentError(
+        f"{job.name}.enqueue_many() takes dicts of keyword arguments, not {type(call).__name__}"
     )
-    dispatch.push_on_commit(delivery)
-
-    def tell_enqueued() -> None:
-        signals.tell(signals.job_enqueued, row.name, job=row, kind=Kind.CREATED)
-
-    transaction.on_commit(tell_enqueued, using=lifecycle.alias(), robust=True)
 
 
-def _mismatched(job: Job[..., Any], call: Call, outcome: Outcome) -> Outcome:
-    """Raise, warn or stay silent that the key is held by other arguments."""
-    row = outcome.job
-    differing = keys.differing(row.args, call.args)
-    error = PayloadMismatch(
-        outcome, differing=differing, stored=row.fingerprint, given=call.fingerprint
-    )
-    policy = job.options.on_mismatch
-    signals.tell(signals.mismatch_detected, job.name, job=row, differing=differing, policy=policy)
-    if policy == "raise":
-        raise error
-    if policy == "warn":
-        return replace(outcome, reason=f"{outcome.reason}; {error}")
-    return outcome
+def _check_queue(variant: Variant) -> None:
+    dispatch.check_queue(variant.queue or variant.job.options.queue)
 
 
-def _reason(answer: Answer) -> str:
-    row = answer.row
-    if answer.kind is Kind.CREATED:
-        return "a run follows"
-    if answer.kind is Kind.DUPLICATE:
-        return f"an active job (row {row.pk}, {row.status}) has this key"
-    if answer.kind is Kind.REPLAYED:
-        held = f"until {row.unique_until:%Y-%m-%d %H:%M:%S} UTC" if row.unique_until else "for ever"
-        return f"row {row.pk} has succeeded and holds this key {held}"
-    if row.status == Status.HELD:
-        return f"row {row.pk} is held for a person: {row.error or 'no reason given'}"
-    return f"row {row.pk} is {row.status} and on_dead='block' keeps its key: {row.error}"
+def _holds(job: Job[..., Any]) -> bool:
+    return job.unique_for is not None
+
+
+def _migrated(ask: Any) -> Any:
+    try:
+        return ask()
+    except DatabaseError as error:
+        if _is_missing_table(error):
+            raise NotMigrated("The dedupjobs tables are missing. Run: manage.py migrate") from error
+        raise
 
 
 def _is_missing_table(error: DatabaseError) -> bool:
     cause = error.__cause__
     codes = (getattr(cause, "sqlstate", None), *getattr(cause, "args", ())[:1])
     return "no such table" in str(error) or bool(MISSING_TABLE & {str(c) for c in codes})
+
+
+# ---- the answer
+
+
+def _hand_over(rows: Sequence[ProcessedJob]) -> None:
+    dispatch.push_on_commit([Delivery.of(row, row.dispatch_id) for row in rows])
+
+
+_News = tuple[Signal, str, dict[str, Any]]  # what is to be told, of which job, and the facts
+
+
+def _outcome(job: Job[..., Any], call: Call, answer: Answer, news: list[_News]) -> Outcome:
+    row = answer.row
+    outcome = Outcome(kind=answer.kind, job=row, reason=_reason(answer))
+    if answer.kind in (Kind.CREATED, Kind.REPLACED, Kind.RERUN, Kind.DEBOUNCED):
+        news.append((signals.job_enqueued, row.name, {"job": row, "kind": answer.kind}))
+        return outcome
+    cause = Cause.REPLAY if answer.kind is Kind.REPLAYED else Cause.PRODUCER
+    facts = {"job_pk": row.pk, "cause": cause, "detail": outcome.reason}
+    news.append((signals.duplicate_detected, job.name, facts))
+    if answer.mismatch:
+        outcome = _mismatched(job, call, outcome, news)
+    if outcome.error is not None:
+        return outcome
+    if job.options.on_conflict == "raise" and answer.kind is Kind.DUPLICATE:
+        return replace(outcome, error=JobConflict(outcome))
+    return outcome
+
+
+def _tell_later(news: list[_News]) -> None:
+    """Tell after the outermost commit, since receivers may talk to Redis."""
+
+    def tell() -> None:
+        with stats.gathering():
+            for signal, name, facts in news:
+                signals.tell(signal, name, **facts)
+
+    transaction.on_commit(tell, using=lifecycle.alias(), robust=True)
+
+
+def _mismatched(job: Job[..., Any], call: Call, outcome: Outcome, news: list[_News]) -> Outcome:
+    """Say by the job's policy that the key is held by other arguments."""
+    row, policy = outcome.job, job.options.on_mismatch
+    differing = keys.differing(row.args, call.args)
+    error = PayloadMismatch(
+        outcome, differing=differing, stored=row.fingerprint, given=call.fingerprint
+    )
+    facts = {"job": row, "differing": differing, "policy": policy}
+    news.append((signals.mismatch_detected, job.name, facts))
+    if policy == "raise":
+        return replace(outcome, error=error)
+    if policy == "warn":
+        return replace(outcome, reason=f"{outcome.reason}; {error}")
+    return outcome
+
+
+def _reason(answer: Answer) -> str:  # noqa: PLR0911 - a table
+    row = answer.row
+    match answer.kind:
+        case Kind.CREATED:
+            return "a run follows"
+        case Kind.REPLACED:
+            return f"what waited in row {row.pk} now runs with these arguments"
+        case Kind.RERUN:
+            return f"row {row.pk} is {row.status}; these arguments run afterwards"
+        case Kind.DEBOUNCED:
+            return f"row {row.pk} runs once calls have stopped, with the newest arguments"
+        case Kind.REPLAYED:
+            until = row.unique_until
+            held = f"until {until:%Y-%m-%d %H:%M:%S} UTC" if until else "for ever"
+            return f"row {row.pk} has succeeded and holds this key {held}"
+        case Kind.DUPLICATE:
+            return f"an active job (row {row.pk}, {row.status}) has this key"
+    return _why_blocked(row)
+
+
+def _why_blocked(row: ProcessedJob) -> str:
+    if row.cancel_requested:
+        return f"row {row.pk} is {row.status} and being cancelled; call again once it has ended"
+    if row.status == Status.HELD:
+        return f"row {row.pk} is held for a person: {row.error or 'no reason given'}"
+    return f"row {row.pk} is {row.status} and on_dead='block' keeps its key: {row.error}"
+
+
+def _result_of(row: ProcessedJob) -> Any:
+    if row.status != Status.SUCCEEDED:
+        raise NoResult(f"{row.name} {row.key!r} is {row.status}: {row.error or 'no reason given'}")
+    if row.is_tombstone:
+        raise NoResult(f"{row.name} {row.key!r} has succeeded, but its result was pruned")
+    value = keys.decode(row.result or "null")
+    if isinstance(value, keys.NotKept):
+        raise NoResult(f"{row.name} {row.key!r} has succeeded, but its {value.reason}")
+    return value

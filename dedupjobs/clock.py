@@ -1,5 +1,5 @@
 """
-The one source of time, tokens and chance.
+The one source of time, tokens, chance and threads, so that a simulation can stand in for all.
 
 Two clocks, never mixed: leases and due times are judged by the *database* (``DbNow``), so
 that no worker's clock matters; durations within one process by ``monotonic``.
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import random
 import secrets
+import threading
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -20,6 +22,18 @@ from django.utils.dateparse import parse_datetime
 monotonic = time.monotonic
 sleep = time.sleep
 uniform = random.SystemRandom().uniform
+
+
+def wait(event: threading.Event, seconds: float) -> bool:
+    """Wait for the event, at most ``seconds``; return whether it is set."""
+    return event.wait(seconds)
+
+
+def start(target: Callable[[], None], *, name: str) -> Callable[[float], None]:
+    """Run ``target`` in a thread of its own, and return a function that waits for its end."""
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    thread.start()
+    return thread.join
 
 
 def utcnow() -> datetime:
@@ -66,6 +80,9 @@ class UtcDateTimeField(models.DateTimeField):  # type: ignore[type-arg]
         return None if value is None else value.replace(tzinfo=UTC)
 
 
+_MOMENT = UtcDateTimeField()  # one for all: making a field costs more than the rest of DbNow
+
+
 class DbNow(Expression):
     """
     The database's present moment in UTC, plus ``after`` (seconds or a timedelta).
@@ -76,7 +93,7 @@ class DbNow(Expression):
     """
 
     def __init__(self, after: float | timedelta = 0, *, steady: bool = False) -> None:
-        super().__init__(output_field=UtcDateTimeField())
+        super().__init__(output_field=_MOMENT)
         seconds = after.total_seconds() if isinstance(after, timedelta) else after
         self.microseconds = round(seconds * 1_000_000)
         self.steady = steady

@@ -34,9 +34,9 @@ class Settings:
     TIMEOUT_GRACE: float = 5.0  # from a job's time-out to the kill of its process
     SHUTDOWN_GRACE: float = 25.0  # from SIGTERM to the interruption of the running job
     BATCH: int = 100  # rows a sweep reads and messages a pipeline carries
-    FOREIGN_PICKLE: bool = (
-        False  # may a DedupWorker run RQ jobs that are not ours, pickled ones too
-    )
+    FOREIGN_PICKLE: bool = False  # may a DedupWorker run others' RQ jobs, pickled ones too
+    PRUNE_EVERY: float = 3600.0  # between two looks for rows out of retention
+    FOLD_EVERY: float = 10.0  # between two moves of the duplicates' counts into the tables
     PUSH_TIMEOUT: float = 0.25  # that a web request may lose to Redis each second
     LOCK_TIMEOUT: float = 0.5  # for one lock command
     MAX_PAYLOAD: int = 64 * 1024

@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
-from django.db import connections
+from django.db import connections, transaction
 
-from dedupjobs import clock, lifecycle
+from dedupjobs import clock, conf, keys, lifecycle, probes, registry
 from dedupjobs.endings import clip
 from dedupjobs.exceptions import Cancel, Hold, LeaseLost, NoCurrentAttempt
 from dedupjobs.heartbeat import Heart
@@ -31,6 +32,7 @@ class Attempt:
         self._claim = claim
         self._heart = heart
         self._looked = clock.monotonic()
+        self.completed = False  # whether complete() was called; its COMMIT is another question
 
     @property
     def number(self) -> int:
@@ -82,6 +84,45 @@ class Attempt:
         """Say how far the job is; kept in memory and written by the next heartbeat."""
         self._heart.progress = json.dumps([done, total, clip(text, 500)])
         self.check()
+
+    @contextmanager
+    def fenced(self) -> Iterator[None]:
+        """
+        Write only if this attempt is still the one: ``with attempt.fenced(): order.save()``.
+
+        Opens a transaction (or a savepoint) on the jobs' database that locks the own open
+        attempt before the block and renews its lease after it, so that no other attempt can
+        start before the writes are committed. LeaseLost: it was given up, nothing is written.
+        """
+        lease = self._heart.lease
+        with transaction.atomic(using=lifecycle.alias()):
+            if not lifecycle.lock_open(self.fence):
+                raise LeaseLost(f"attempt {self.number} (fence {self.fence}) was given up for lost")
+            probes.reach("fenced.locked")
+            yield
+            # An attempt that was completed in the block has been locked by us all along.
+            if not self.completed and not lifecycle.renew(self.fence, lease=lease):
+                raise LeaseLost(f"attempt {self.number} (fence {self.fence}) has ended")
+
+    def complete(self, result: Any = None) -> None:
+        """
+        End this job as a success inside the function's own last ``atomic()`` block.
+
+        Its effects and its success then commit together, with the rest of the function outside
+        the transaction. LeaseLost: another attempt decided, and the block must roll back.
+        """
+        if not connections[lifecycle.alias()].in_atomic_block:
+            raise RuntimeError("attempt.complete() belongs inside transaction.atomic()")
+        claim, job = self._claim, registry.get(self._claim.name)
+        if job.options.atomic:
+            raise RuntimeError(f"{job.name} is atomic and completes by returning")
+        self.completed = True
+        text, note = keys.encode_result(result, limit=conf.get().MAX_RESULT)
+        ended = lifecycle.complete(
+            claim, text, unique_for=job.unique_for, note=lifecycle.Note(reason=note)
+        )
+        if ended is None:
+            raise LeaseLost(f"attempt {self.number} (fence {self.fence}) was given up for lost")
 
     def _look(self) -> None:
         due = clock.monotonic() - self._looked >= LOOK_EVERY

@@ -16,22 +16,24 @@ from datetime import datetime, timedelta
 from itertools import count
 from typing import Any
 
-from django.db import DatabaseError, InterfaceError, connections
+from django.db import DatabaseError, connections
 from django.db.models import Q
 from redis.exceptions import RedisError
 
-from dedupjobs import clock, conf, dispatch, lifecycle, locks, registry, signals
+from dedupjobs import clock, conf, dispatch, lifecycle, locks, registry, signals, stats
 from dedupjobs.clock import DbNow
 from dedupjobs.dispatch import Delivery
-from dedupjobs.lifecycle import Lost
+from dedupjobs.lifecycle import Lost, Pruned
 from dedupjobs.locks import Grip
 from dedupjobs.models import WAITING, ProcessedJob, Status
+from dedupjobs.schedule import Schedule
 
 PAGES = 20  # of BATCH rows that one sweep of one tick works through
 HEAD = 100  # ids read at the head of a queue to find one of ours
 CROWD = 10_000  # ids searched for one of ours where foreign jobs crowd the head
 EPOCH_TTL = 86_400
-WORST_PAUSE = 30.0  # seconds between tries while the database is away
+PATIENCE = 5.0  # seconds that a page of messages may take
+WORST_PAUSE = 30.0  # seconds between tries while something is away
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +41,10 @@ class Round:
     """What one tick did. ``leads``: False, another coordinator is at it."""
 
     leads: bool = True
+    scheduled: int = 0
     handed_over: int = 0
     resent: int = 0
+    pruned: Pruned = field(default_factory=Pruned)
     lost: tuple[Lost, ...] = ()
 
 
@@ -77,39 +81,57 @@ class Coordinator:
     _beats: dict[int, tuple[datetime, float]] = field(default_factory=dict)
     _popped: dict[str, float] = field(default_factory=dict)
     _wiped: dict[str, datetime] = field(default_factory=dict)
-    _next_sweep: float = -math.inf
+    _schedule: Schedule = field(default_factory=Schedule)
+    _next: dict[str, float] = field(default_factory=dict)
 
     def tick(self) -> Round:
         """Do one round, if no other coordinator leads; without Redis all lead, harmlessly."""
         if locks.lead(self.owner, ttl=conf.get().LEADER_TTL) is Grip.BUSY:
             self._beats.clear()
             return Round(leads=False)
-        lost: list[Lost] = []
-        resent = 0
-        if sweep := clock.monotonic() >= self._next_sweep:
-            self._next_sweep = clock.monotonic() + conf.get().RECLAIM_EVERY
-            lost = self.reclaim()
+        sweep = self._is_time("sweep", conf.get().RECLAIM_EVERY)
+        lost = self.reclaim() if sweep else []
+        scheduled = self._schedule.tick(lifecycle.database_now())
         queues = dispatch.reachable_queues()
-        for queue in queues:  # before the hand-over, or what it sends would be sent twice
-            try:
-                resent += self.resend_wiped(queue)
-                resent += self.resend_lost(queue) if sweep else 0
-            except (RedisError, OSError) as error:
-                signals.tell(signals.coordinator_failed, "", error=error)
+        # Re-sent before the hand-over, or what that sends would be sent twice.
+        resent = sum(self._resend(queue, sweep) for queue in queues)
         handed_over = self.hand_over(queues)
-        return Round(handed_over=handed_over, resent=resent, lost=tuple(lost))
+        if self._is_time("fold", conf.get().FOLD_EVERY):
+            self.fold()
+        due = self._is_time("prune", conf.get().PRUNE_EVERY)
+        return Round(
+            scheduled=scheduled,
+            handed_over=handed_over,
+            resent=resent,
+            lost=tuple(lost),
+            pruned=self.prune() if due else Pruned(),
+        )
+
+    def _is_time(self, duty: str, every: float) -> bool:
+        if clock.monotonic() < self._next.get(duty, -math.inf):
+            return False
+        self._next[duty] = clock.monotonic() + every
+        return True
+
+    def _resend(self, queue: str, sweep: bool) -> int:
+        try:
+            return self.resend_wiped(queue) + (self.resend_lost(queue) if sweep else 0)
+        except (RedisError, OSError) as error:
+            signals.tell(signals.coordinator_failed, "", error=error)
+            return 0
 
     def run(self, rest: Callable[[float], bool]) -> None:
-        """Tick until ``rest(seconds)`` returns True; a database that is away is waited for."""
+        """Tick until ``rest(seconds)`` returns True; whatever fails is tried again, more slowly."""
         pause = conf.get().TICK
         while not rest(pause):
             try:
                 self.tick()
                 pause = conf.get().TICK
-            except (DatabaseError, InterfaceError) as error:
+            except Exception as error:
                 signals.tell(signals.coordinator_failed, "", error=error)
                 connections.close_all()
                 pause = min(pause * 2, WORST_PAUSE)
+        locks.resign(self.owner)
 
     # ---- due rows that have no message
 
@@ -233,6 +255,27 @@ class Coordinator:
             signals.tell(signals.messages_resent, "", queue=queue, count=resent, cause="lost")
         return resent
 
+    # ---- the books
+
+    def fold(self) -> None:
+        """Move the counts of duplicates from Redis into the tables."""
+        try:
+            stats.fold()
+        except (RedisError, OSError) as error:
+            signals.tell(signals.coordinator_failed, "", error=error)
+
+    def prune(self) -> Pruned:
+        """Delete or hollow rows out of retention, PAGES of BATCH per job at the most."""
+        total = Pruned()
+        for name in lifecycle.names():
+            older_than = registry.options_of(name).retain_for
+            for _ in range(PAGES):
+                page = lifecycle.prune(name, older_than=older_than, limit=conf.get().BATCH)
+                total += page
+                if page.deleted + page.tombstones < conf.get().BATCH:
+                    break
+        return total
+
     def _freshly_popped(self, popped: frozenset[str]) -> set[str]:
         """
         Return the popped ids that we have not yet seen for RESEND_AFTER.
@@ -327,15 +370,8 @@ def _send(rows: list[ProcessedJob]) -> _Sent:
         with _one_row():
             sent_as = lifecycle.mark_sent(row.pk, row.version, row.dispatch_id)
         if sent_as is not None:
-            deliveries.append(
-                Delivery(
-                    queue=row.queue,
-                    dispatch_id=sent_as,
-                    name=row.name,
-                    rows=((row.pk, row.generation),),
-                )
-            )
-    return _Sent(marked=len(deliveries), pushed=dispatch.push(deliveries))
+            deliveries.append(Delivery.of(row, sent_as))
+    return _Sent(marked=len(deliveries), pushed=dispatch.push(deliveries, within=PATIENCE))
 
 
 @contextmanager

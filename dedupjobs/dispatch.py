@@ -2,19 +2,17 @@
 Waking a worker up: the producer's side of RQ.
 
 RQ is lossy and doubling, and that is fine: a message only says "look at this row". What matters
-here is that a broken Redis costs the caller little. All pushes of a process share a time budget
-of PUSH_TIMEOUT per second; an error or a spent budget opens a circuit breaker for a second, in
-which pushes fail at once. A failed push leaves the row to the coordinator.
+here is that a broken Redis costs the caller little (``wire.Budget``): a failed push leaves the
+row to the coordinator.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -25,19 +23,18 @@ from django.utils.module_loading import import_string
 from django_rq.connection_utils import get_redis_connection
 from redis import Redis
 from redis.exceptions import RedisError
-from redis.exceptions import TimeoutError as RedisTimeout
 from rq import Queue
 from rq.serializers import DefaultSerializer, JSONSerializer
 
 from dedupjobs import clock, conf, lifecycle, probes, registry, signals, wire
 from dedupjobs.exceptions import UnknownQueue
+from dedupjobs.models import ProcessedJob
 
 ENTRY = "dedupjobs.runner.run"  # a path: workers import it, producers never do
 MESSAGE_TTL = 60  # seconds that RQ keeps a finished message; 0 would cost more round trips
 QUEUED_TTL = 7 * 86_400  # a message that was popped and lost leaves its hash behind; not for ever
 FAILURE_TTL = 86_400
-FREE = 0.010  # pushes faster than this cost the budget nothing
-WINDOW = 1.0
+PAGE = 100  # messages of one pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,35 +46,67 @@ class Delivery:
     name: str
     rows: tuple[tuple[int, int], ...]
 
+    @classmethod
+    def of(cls, row: ProcessedJob, dispatch_id: str | None) -> Delivery:
+        """Return the message of one row."""
+        rows = ((row.pk, row.generation),)
+        return cls(queue=row.queue, dispatch_id=dispatch_id or "", name=row.name, rows=rows)
 
-def push_on_commit(delivery: Delivery) -> None:
+
+def push_on_commit(deliveries: Sequence[Delivery]) -> None:
     """Push after the outermost commit of the rows' own database; never raises."""
 
-    def push_delivery() -> None:  # a named function: robust hooks are reported by their name
-        push([delivery])
+    def push_deliveries() -> None:  # a named function: robust hooks are reported by their name
+        push(deliveries)
 
-    transaction.on_commit(push_delivery, using=lifecycle.alias(), robust=True)
+    if deliveries:
+        transaction.on_commit(push_deliveries, using=lifecycle.alias(), robust=True)
 
 
-def push(deliveries: Iterable[Delivery]) -> int:
-    """Push what Redis takes within the budget, return how many; the rest is marked unsent."""
+def push(deliveries: Iterable[Delivery], *, within: float | None = None) -> int:
+    """
+    Push what Redis takes, return how many; the rest is marked unsent, for the coordinator.
+
+    ``within``: the seconds that each page may take, for a caller that has time; None: what is
+    left of the process's budget, for one that serves a request.
+    """
     by_queue: dict[str, list[Delivery]] = defaultdict(list)
     for delivery in deliveries:
         by_queue[delivery.queue].append(delivery)
     pushed = 0
-    for queue, batch in by_queue.items():
-        try:
-            with _producer(queue).spending():
-                probes.reach("push.before")
-                _enqueue(queue, batch)
-                probes.reach("push.after")
-            pushed += len(batch)
-        except (RedisError, OSError, UnknownQueue) as error:
-            lifecycle.mark_unsent([d.dispatch_id for d in batch])
-            signals.tell(
-                signals.hand_over_failed, batch[0].name, queue=queue, count=len(batch), error=error
-            )
+    for queue, waiting in by_queue.items():
+        for start in range(0, len(waiting), PAGE):
+            batch = waiting[start : start + PAGE]
+            try:
+                wired = _producer(queue).wire
+                with wired.spending() if within is None else wired.deadline(within):
+                    probes.reach("push.before")
+                    _enqueue(queue, batch)
+                    probes.reach("push.after")
+                pushed += len(batch)
+            except (RedisError, OSError, UnknownQueue) as error:
+                _leave_to_coordinator(queue, waiting[start:], error)
+                break
     return pushed
+
+
+def _leave_to_coordinator(queue: str, unsent: list[Delivery], error: Exception) -> None:
+    lifecycle.mark_unsent([delivery.dispatch_id for delivery in unsent])
+    signals.tell(
+        signals.hand_over_failed, unsent[0].name, queue=queue, count=len(unsent), error=error
+    )
+
+
+def remove(queue: str, dispatch_id: str) -> bool:
+    """Take a message that nobody has popped out of its queue; False: it is not there."""
+    try:
+        producer = _producer(queue)
+        with producer.deadline(conf.get().LOCK_TIMEOUT):
+            gone = producer.client.lrem(producer.queue.key, 1, dispatch_id)
+            producer.client.delete(f"rq:job:{dispatch_id}")
+    except (RedisError, OSError, UnknownQueue):
+        return False
+    return bool(gone)
 
 
 def _enqueue(queue: str, batch: list[Delivery]) -> None:
@@ -220,90 +249,38 @@ def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-# ---- the producer's own client and its budget
+# ---- the producer's own client
 
 
 @dataclass(slots=True)
 class _Producer:
-    """One queue's client, and the budget it shares with the other queues of its process."""
+    """A queue, and the client that pushes to it."""
 
-    client: Redis
     queue: Queue
-    limit: wire.Deadline
-    budget: _Budget
+    wire: wire.Client
 
-    @contextmanager
-    def deadline(self, seconds: float) -> Iterator[None]:
-        self.limit.at = clock.monotonic() + seconds
-        try:
-            yield
-        finally:
-            self.limit.at = None
+    @property
+    def client(self) -> Redis:
+        return self.wire.redis
 
-    @contextmanager
-    def spending(self) -> Iterator[None]:
-        """Run the block within what is left of the budget; an error opens the breaker."""
-        left = self.budget.left()  # a refusal must not open the breaker for another second
-        begun = clock.monotonic()
-        try:
-            with self.deadline(left):
-                yield
-        except (RedisError, OSError):
-            self.budget.open()
-            raise
-        finally:
-            self.budget.spend(clock.monotonic() - begun)
-
-
-@dataclass(slots=True)
-class _Budget:
-    """PUSH_TIMEOUT of waiting per second, and a breaker that is open after an error."""
-
-    spent: float = 0.0
-    since: float = -math.inf
-    closed_until: float = -math.inf
-    guard: threading.Lock = field(default_factory=threading.Lock)
-
-    def left(self) -> float:
-        """Return the seconds that a push may take; RedisTimeout while the breaker is open."""
-        with self.guard:
-            now = clock.monotonic()
-            if now - self.since >= WINDOW:
-                self.since, self.spent = now, 0.0
-            left = conf.get().PUSH_TIMEOUT - self.spent
-            if now < self.closed_until or left <= 0:
-                raise RedisTimeout("Redis was unreachable or slow within the last second")
-            return left
-
-    def spend(self, seconds: float) -> None:
-        with self.guard:
-            if seconds > FREE:
-                self.spent += seconds
-
-    def open(self) -> None:
-        with self.guard:
-            self.closed_until = max(self.closed_until, clock.monotonic() + WINDOW)
-
-
-_budget = _Budget()
+    def deadline(self, seconds: float) -> AbstractContextManager[None]:
+        return self.wire.deadline(seconds)
 
 
 @lru_cache(maxsize=64)
 def _producer(queue: str) -> _Producer:
     check_queue(queue)
-    limit = wire.Deadline()
     config = settings.RQ_QUEUES[queue]
-    source = get_redis_connection(config)
-    client = wire.own_client(source, timeout=conf.get().PUSH_TIMEOUT, deadline=limit)
+    own = wire.Client.to(get_redis_connection(config), timeout=conf.get().PUSH_TIMEOUT)
     # Not the queue's own SERIALIZER: a stock `rqworker` reads RQ's default, whatever stands there.
     serializer = JSONSerializer if reads_json() else DefaultSerializer
     rq_queue = django_rq.get_queue(
-        queue, connection=client, serializer=serializer, commit_mode="auto"
+        queue, connection=own.redis, serializer=serializer, commit_mode="auto"
     )
-    return _Producer(client=client, queue=rq_queue, limit=limit, budget=_budget)
+    return _Producer(queue=rq_queue, wire=own)
 
 
 def forget_clients() -> None:
     """Drop all clients and the breaker, after a fork or a change of settings."""
     _producer.cache_clear()
-    _budget.__init__()  # type: ignore[misc]
+    wire.budget.reset()

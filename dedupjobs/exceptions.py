@@ -9,6 +9,9 @@ Everything dedupjobs raises.
   - UnknownQueue          no queue of this name in RQ_QUEUES
   - UnknownJob            no job is registered under this name
   - NotMigrated           the tables are missing
+  - NoResult              the job has ended without one, or it was not kept
+    + ResultTimeout       not there yet (also a TimeoutError)
+  - StaleVersion          an operator acted on a row that has changed since
   - JobConflict           on_conflict="raise": the key has an active job
   - PayloadMismatch       the key is held by a call with other arguments
   - LeaseLost             another attempt may own the job; this one must not write
@@ -63,6 +66,18 @@ class UnknownJob(DedupJobsError, LookupError):
 
 class NotMigrated(DedupJobsError):
     """The tables are missing; run manage.py migrate dedupjobs."""
+
+
+class NoResult(DedupJobsError):
+    """The job has ended without a result, or its result was not kept; the message says why."""
+
+
+class ResultTimeout(NoResult, TimeoutError):
+    """The result is not there yet."""
+
+
+class StaleVersion(DedupJobsError):
+    """The row has changed since the operator looked at it; look again, then act."""
 
 
 class LeaseLost(DedupJobsError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from django.db import connections
+from django.db import InterfaceError, OperationalError, connections
 from django.db.backends.signals import connection_created
 
 from dedupjobs import conf, registry
@@ -34,7 +34,10 @@ def harden_connections() -> None:
     connection_created.connect(_on_created, dispatch_uid="dedupjobs.hardening")
     for connection in connections.all(initialized_only=True):
         if connection.connection is not None and not connection.in_atomic_block:
-            _harden(connection)
+            try:
+                _harden(connection)
+            except (OperationalError, InterfaceError):  # dead: the next one is set as it opens
+                connection.close()
 
 
 def idle_limit() -> int:

@@ -9,7 +9,7 @@ reclaimed is still ours.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from django.db import DatabaseError, InterfaceError, connections
@@ -38,23 +38,20 @@ class Heart:
         self.progress: str | None = None
         self._active = clock.monotonic()
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._join: Callable[[float], None] | None = None
 
     def touch(self) -> None:
         """Note that the job is active; written by the next beat."""
         self._active = clock.monotonic()
 
     def start(self) -> None:
-        self._thread = threading.Thread(
-            target=self._run, name=f"dedupjobs-heart-{self.fence}", daemon=True
-        )
-        self._thread.start()
+        self._join = clock.start(self._run, name=f"dedupjobs-heart-{self.fence}")
 
     def stop(self) -> None:
         """End the thread and with it its connection; returns after STOP_WAIT at the latest."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(STOP_WAIT)
+        if self._join is not None:
+            self._join(STOP_WAIT)
 
     def tick(self) -> Pulse:
         """Beat once, in the calling thread."""
@@ -79,7 +76,7 @@ class Heart:
 
     def _run(self) -> None:
         try:
-            while not self._stop.wait(self.lease / 6):
+            while not clock.wait(self._stop, self.lease / 6):
                 try:
                     if self.tick().over:
                         return

@@ -41,6 +41,13 @@ class Identity:
     key: str
 
 
+@dataclass(frozen=True, slots=True)
+class NotKept:
+    """Stands where a result could not be stored; ``reason`` is a sentence's end."""
+
+    reason: str
+
+
 # ---- arguments
 
 
@@ -52,6 +59,24 @@ def encode(values: Mapping[str, Any]) -> str:
 def encode_value(value: Any) -> str:
     """Return one value as JSON text."""
     return _dump(_flat(value, "result", exact=True))
+
+
+def encode_result(value: Any, *, limit: int) -> tuple[str, str]:
+    """
+    Return a result as JSON text, and a note if it can not be kept.
+
+    A result that does not fit never turns finished work into a failure: its text then decodes
+    to ``NotKept``. ``limit``: bytes.
+    """
+    try:
+        text = encode_value(value)
+        if len(text) <= limit:
+            return text, ""
+        reason = f"result was not stored: {len(text):,} bytes, MAX_RESULT is {limit:,}"
+    except Exception as error:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        reason = f"result was not stored: a {kind} is not serialisable: {error}"
+    return _dump({TAG: "not kept", "v": reason}), reason
 
 
 def decode(text: str) -> Any:
@@ -76,7 +101,13 @@ def fingerprint(values: Mapping[str, Any], names: tuple[str, ...] | None) -> str
 
 
 def differing(stored: str, given: str) -> tuple[str, ...]:
-    """Return the names of arguments whose values differ between two encoded payloads."""
+    """
+    Return the names of arguments whose values differ between two encoded payloads.
+
+    None of them where the stored one was pruned.
+    """
+    if not stored:
+        return ()
     a, b = json.loads(stored), json.loads(given)
     return tuple(sorted(n for n in a.keys() | b.keys() if a.get(n, TAG) != b.get(n, TAG)))
 
@@ -235,6 +266,7 @@ def _revive_dataclass(found: dict[str, Any]) -> Any:
 
 
 _REVIVERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "not kept": lambda f: NotKept(f["v"]),
     "enum": _revive_enum,
     "dataclass": _revive_dataclass,
     "datetime": lambda f: datetime.fromisoformat(f["v"]),

@@ -12,6 +12,7 @@ answer here is advice, and an unreachable Redis only means that the row is asked
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from functools import lru_cache
 from typing import Any
@@ -53,7 +54,9 @@ def acquire(pk: int, owner: str, *, ttl: float) -> Grip:
             return Grip.HELD
         return Grip.BUSY
 
-    return _advice(take)
+    grip = _advice(take)
+    probes.reach("lock.after")
+    return grip
 
 
 def replace(pk: int, owner: str, *, ttl: float) -> Grip:
@@ -83,6 +86,8 @@ def extend(pk: int, owner: str, *, ttl: float) -> Grip:
 def release(pk: int, owner: str) -> Grip:
     """Give our own lock up; another's is left alone (compare and delete, in one script)."""
 
+    probes.reach("release.before")
+
     def give() -> Grip:
         try:
             _mine(pk, owner, 1).release()
@@ -91,6 +96,16 @@ def release(pk: int, owner: str) -> Grip:
         return Grip.HELD
 
     return _advice(give)
+
+
+def clear(pk: int) -> None:
+    """Delete the lock, whoever has it: its row was cancelled."""
+
+    def delete() -> Grip:
+        _client().delete(_lock(pk, 1).name)
+        return Grip.HELD
+
+    _advice(delete)
 
 
 def lead(owner: str, *, ttl: float) -> Grip:
@@ -109,6 +124,19 @@ def lead(owner: str, *, ttl: float) -> Grip:
         return Grip.HELD
 
     return _advice(take)
+
+
+def resign(owner: str) -> None:
+    """Give the leader lease up, so that the next coordinator need not wait for its end."""
+
+    def give() -> Grip:
+        lock = _named("leader", 1)
+        lock.local.token = owner.encode()
+        with suppress(LockError):
+            lock.release()
+        return Grip.HELD
+
+    _advice(give)
 
 
 def holder(pk: int) -> str | None:

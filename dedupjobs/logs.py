@@ -27,6 +27,8 @@ def connect() -> None:
         (signals.messages_resent, _resent),
         (signals.lock_trouble, _lock_trouble),
         (signals.settle_troubled, _settle_troubled),
+        (signals.operated, _operated),
+        (signals.slot_skipped, _slot_skipped),
         (signals.coordinator_failed, _coordinator_failed),
     ):
         signal.connect(receiver, dispatch_uid=f"dedupjobs.logs.{receiver.__name__}")
@@ -118,6 +120,14 @@ def _lock_trouble(sender: str, job_pk: int, grip: Any, **_: Any) -> None:
 
 def _settle_troubled(sender: str, error: Exception, **_: Any) -> None:
     logger.warning("%s: the database did not answer a settle, trying on: %s", sender, error)
+
+
+def _operated(sender: str, job_pk: int, action: str, by: str, after: str, **_: Any) -> None:
+    logger.info("%s: row %s %s by %s → %s", sender, job_pk, action, by, after.lower())
+
+
+def _slot_skipped(sender: str, slot: Any, **_: Any) -> None:
+    logger.warning("%s: slot %s skipped, an earlier one still waits", sender, slot.isoformat())
 
 
 def _coordinator_failed(error: Exception, **_: Any) -> None:

@@ -87,6 +87,8 @@ class ProcessedJob(models.Model):
     fingerprint = models.CharField(_("fingerprint"), max_length=64)
     rerun_args = models.TextField(_("arguments of a waiting rerun"), null=True, blank=True)
     rerun_fingerprint = models.CharField(max_length=64, null=True, blank=True)
+    rerun_name = models.CharField(max_length=200, null=True, blank=True)
+    rerun_queue = models.CharField(max_length=100, null=True, blank=True)
     run_after = UtcDateTimeField(_("not before"))
     debounce_deadline = UtcDateTimeField(_("debounced until"), null=True, blank=True)
     dispatch_id = models.CharField(
@@ -117,10 +119,16 @@ class ProcessedJob(models.Model):
             models.Index(fields=["queue", "status"], name="dedupjobs_queue"),
             models.Index(fields=["scope", "key"], name="dedupjobs_key"),
             models.Index(fields=["dispatch_id"], name="dedupjobs_dispatch"),
+            models.Index(fields=["duplicates"], name="dedupjobs_duplicates"),
         ]
 
     def __str__(self) -> str:
         return f"{self.name} {self.key}"
+
+    @property
+    def is_tombstone(self) -> bool:
+        """Whether only the key is left: arguments, result and attempts were pruned."""
+        return not self.args
 
 
 class JobAttempt(models.Model):
@@ -182,3 +190,81 @@ class JobAttempt(models.Model):
 
     def __str__(self) -> str:
         return f"{self.job_id} #{self.number}"
+
+
+class Cause(models.TextChoices):
+    """Why a call or a message was turned away."""
+
+    PRODUCER = "producer", _("asked for again while active")
+    REPLAY = "replay", _("asked for again after its success")
+    REDELIVERY = "redelivery", _("a message for a row with nothing to take")
+    RACE = "race", _("a message for a row that another worker runs")
+    LEASE = "lease", _("an ending after the lease was lost")
+
+
+class DuplicateCount(models.Model):
+    """How often calls and messages of a job were turned away, by cause, since it was counted."""
+
+    name = models.CharField(_("job"), max_length=200)
+    cause = models.CharField(_("cause"), max_length=12, choices=Cause.choices)
+    count = models.PositiveBigIntegerField(_("count"), default=0)
+    first_at = UtcDateTimeField(_("first"))
+    last_at = UtcDateTimeField(_("last"))
+
+    class Meta:
+        verbose_name = _("duplicate count")
+        verbose_name_plural = _("duplicate counts")
+        constraints = [
+            models.UniqueConstraint(fields=["name", "cause"], name="dedupjobs_one_per_cause")
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.cause}: {self.count}"
+
+
+class DuplicateSample(models.Model):
+    """One of the newest duplicates, to see where they come from. The table is bounded."""
+
+    job = models.ForeignKey(ProcessedJob, models.CASCADE, related_name="duplicate_samples")
+    cause = models.CharField(_("cause"), max_length=12, choices=Cause.choices)
+    at = UtcDateTimeField(_("at"))
+    host = models.CharField(_("host"), max_length=200, blank=True)
+    pid = models.PositiveIntegerField(_("pid"), null=True, blank=True)
+    request_id = models.CharField(_("request"), max_length=200, blank=True)
+    detail = models.TextField(_("detail"), blank=True)
+
+    class Meta:
+        verbose_name = _("duplicate")
+        verbose_name_plural = _("duplicates")
+
+    def __str__(self) -> str:
+        return f"{self.job_id} {self.cause}"
+
+
+class Fold(models.Model):
+    """A fold of the ledger that was made, so that none is made twice. The table is bounded."""
+
+    token = models.CharField(max_length=64, unique=True)
+    at = UtcDateTimeField()
+
+    def __str__(self) -> str:
+        return self.token
+
+
+class Operation(models.Model):
+    """What an operator did to a job: who, why, and what it changed."""
+
+    job = models.ForeignKey(ProcessedJob, models.CASCADE, related_name="operations")
+    action = models.CharField(_("action"), max_length=12)
+    by = models.CharField(_("by"), max_length=200)
+    reason = models.TextField(_("reason"), blank=True)
+    before = models.CharField(_("before"), max_length=10, choices=Status.choices)
+    after = models.CharField(_("after"), max_length=10, choices=Status.choices)
+    at = UtcDateTimeField(_("at"))
+
+    class Meta:
+        verbose_name = _("operation")
+        verbose_name_plural = _("operations")
+
+    def __str__(self) -> str:
+        return f"{self.job_id} {self.action} by {self.by}"

@@ -8,14 +8,14 @@ are imported at start (DEDUPJOBS["AUTODISCOVER"]), so that a web process and a w
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 
 from django.apps import apps
 
-from dedupjobs import conf, keys
+from dedupjobs import conf, keys, slots
 from dedupjobs.backoff import Backoff, Constant, Exponential
 from dedupjobs.exceptions import ArgumentError, JobDefinitionError, UnknownJob
 
@@ -34,6 +34,7 @@ LONGEST_NAME, LONGEST_TEXT = 200, 100  # characters that the columns hold
 
 _UNSET: Any = object()
 _jobs: dict[str, Job[..., Any]] = {}
+_former: dict[str, Job[..., Any]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,22 +56,45 @@ class Options:
     max_lost: int = 3
     on_redis_error: str = "database"
     atomic: bool = False
+    debounce: float | None = None
+    max_wait: float | None = None
+    retain_for: float = 30 * 86_400.0
+    every: float | None = None
+    cron: str | None = None
+    catch_up: str = "latest"
 
     @property
     def beat_every(self) -> float:
         """Seconds between two heartbeats: a sixth of the lease."""
         return self.lease / 6
 
+    @property
+    def newest_wins(self) -> bool:
+        """Whether a call on an active key changes what will run, so that no mismatch is tested."""
+        return self.on_conflict in ("replace", "rerun") or self.debounce is not None
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether the coordinator enqueues this job by the clock."""
+        return self.every is not None or self.cron is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of a job, bound to its signature: what is to be stored."""
+    """
+    One call of a job, bound to its signature: what is to be stored.
 
+    ``run_after``: an aware datetime, or seconds from now by the database's clock; None: now.
+    """
+
+    name: str
+    queue: str
     key_hash: str
     key: str
     scope: str
     args: str
     fingerprint: str
+    run_after: datetime | float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,6 +107,7 @@ class Job(Generic[P, R]):
     """
 
     name: str
+    aliases: tuple[str, ...]
     func: Callable[P, R]
     signature: inspect.Signature
     key_maker: keys.KeyMaker | None
@@ -97,9 +122,39 @@ class Job(Generic[P, R]):
 
     def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> Outcome:
         """Make sure that this call runs once; always returns an Outcome that says what is."""
-        from dedupjobs import client  # noqa: PLC0415 - jobs are decorated before models load
+        return Variant(job=self).enqueue(*args, **kwargs)
 
-        return client.enqueue(self, args, kwargs)
+    async def aenqueue(self, *args: P.args, **kwargs: P.kwargs) -> Outcome:
+        """Enqueue from async code."""
+        return await Variant(job=self).aenqueue(*args, **kwargs)
+
+    def enqueue_many(self, calls: Iterable[Mapping[str, Any]]) -> list[Outcome]:
+        """Enqueue one call per dict of keyword arguments; outcomes come in the same order."""
+        return Variant(job=self).enqueue_many(calls)
+
+    def run_now(self, *args: P.args, **kwargs: P.kwargs) -> Outcome:
+        """Run this call here and now if its key is free: same rows, same attempts, no queue."""
+        return Variant(job=self).run_now(*args, **kwargs)
+
+    def using(
+        self,
+        *,
+        queue_name: str | None = None,
+        run_after: datetime | timedelta | float | None = None,
+        key: str | None = None,
+    ) -> Variant:
+        """
+        Return this job with other settings for some calls: ``job.using(...).enqueue(...)``.
+
+        ``run_after``: an aware datetime, or a delay as a timedelta or seconds. ``key``: stands
+        for the whole key instead of the job's ``key=``.
+        """
+        return Variant(
+            job=self,
+            queue=None if queue_name is None else _text(queue_name, "queue_name"),
+            run_after=_moment(run_after),
+            key=None if key is None else _text(key, "key"),
+        )
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the call's arguments by name with defaults applied; TypeError if they misfit."""
@@ -110,23 +165,41 @@ class Job(Generic[P, R]):
         bound.apply_defaults()
         return dict(bound.arguments)
 
-    def call_of(self, values: Mapping[str, Any], *, unkeyed: str) -> Call:
+    def call_of(
+        self, values: Mapping[str, Any], variant: Variant | None = None, *, unkeyed: str
+    ) -> Call:
         """Return what is stored for these arguments; without a key, ``unkeyed`` is hashed."""
+        variant = variant or Variant(job=self)
         text = keys.encode(values)
         scope = keys.scope_of(values[self.scope], self.scope) if self.scope else ""
-        if self.key_maker is None:
-            identity = keys.identity(scope=scope, owner=self.name, parts=[unkeyed], text="")
-        else:
-            parts, shown = self.key_maker.make(values)
-            owner = self.namespace or self.name
-            identity = keys.identity(scope=scope, owner=owner, parts=parts, text=shown)
+        identity = self._identity(values, scope, variant.key, unkeyed)
         return Call(
+            name=self.name,
+            queue=variant.queue or self.options.queue,
             key_hash=identity.key_hash,
             key=identity.key,
             scope=scope,
             args=text,
             fingerprint=keys.fingerprint(values, self.fingerprint),
+            run_after=variant.run_after,
         )
+
+    def _identity(
+        self, values: Mapping[str, Any], scope: str, key: str | None, unkeyed: str
+    ) -> keys.Identity:
+        # The oldest name: a job that was renamed keeps its keys.
+        owner = self.namespace or (self.aliases[0] if self.aliases else self.name)
+        if key is not None:
+            return keys.identity(scope=scope, owner=owner, parts=[["key", key]], text=key)
+        if self.key_maker is None:
+            return keys.identity(scope=scope, owner=owner, parts=[unkeyed], text="")
+        parts, text = self.key_maker.make(values)
+        return keys.identity(scope=scope, owner=owner, parts=parts, text=text)
+
+    def identity_of(self, kwargs: dict[str, Any]) -> str:
+        """Return the hash of the key that a call with these arguments has."""
+        values = self.bind((), kwargs)
+        return self.call_of(values, unkeyed="").key_hash
 
     def bound(self, text: str) -> inspect.BoundArguments:
         """Return stored arguments ready for the call; ArgumentError if they no longer fit."""
@@ -142,16 +215,56 @@ class Job(Generic[P, R]):
         return bound
 
     def __getattr__(self, attribute: str) -> NoReturn:
-        if attribute in ("delay", "apply_async", "send"):
-            raise AttributeError(f"{self.name}.{attribute}() does not exist; call .enqueue(...)")
+        if attribute in ("delay", "apply_async", "send", "enqueue_on_commit"):
+            raise AttributeError(
+                f"{self.name}.{attribute}() does not exist; call .enqueue(...), which waits for "
+                "the commit by itself"
+            )
         raise AttributeError(f"'Job' object has no attribute {attribute!r}")
 
 
-def job(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A job, and what is different for some calls of it; made by ``Job.using``."""
+
+    job: Job[..., Any]
+    queue: str | None = None
+    run_after: datetime | float | None = None
+    key: str | None = None
+
+    # Imported when called: jobs are decorated before models can load.
+
+    def enqueue(self, *args: Any, **kwargs: Any) -> Outcome:
+        """As ``Job.enqueue``."""
+        from dedupjobs import client  # noqa: PLC0415
+
+        return client.enqueue(self, args, kwargs)
+
+    async def aenqueue(self, *args: Any, **kwargs: Any) -> Outcome:
+        """As ``Job.aenqueue``."""
+        from dedupjobs import client  # noqa: PLC0415
+
+        return await client.aenqueue(self, args, kwargs)
+
+    def enqueue_many(self, calls: Iterable[Mapping[str, Any]]) -> list[Outcome]:
+        """As ``Job.enqueue_many``."""
+        from dedupjobs import client  # noqa: PLC0415
+
+        return client.enqueue_many(self, calls)
+
+    def run_now(self, *args: Any, **kwargs: Any) -> Outcome:
+        """As ``Job.run_now``."""
+        from dedupjobs import inline  # noqa: PLC0415
+
+        return inline.run_now(self, args, kwargs)
+
+
+def job(  # noqa: PLR0913 - the options of a decorator
     *,
     key: str | tuple[str, ...] | Callable[..., Any] | None = _UNSET,
     unique_for: timedelta | float | None = _UNSET,
     name: str | None = None,
+    aliases: tuple[str, ...] = (),
     namespace: str = "",
     scope: str = "",
     fingerprint: tuple[str, ...] | None = None,
@@ -163,7 +276,9 @@ def job(
     ``key``: what makes two calls the same work: a template over the arguments
     (``"payment:{order_id}"``), a tuple of argument names, a function of the arguments, or None
     for no deduplication. ``unique_for``: how long a success holds the key. ``scope``: the
-    argument that names the tenant. ``fingerprint``: the arguments that must be equal when the
+    argument that names the tenant. ``aliases``: former names of this job, the oldest first: the
+    oldest one stands in the keys, so that a renamed job keeps them. ``namespace``: jobs with the
+    same one share their keys. ``fingerprint``: the arguments that must be equal when the
     key is (all by default). Other options: the fields of ``Options``.
     """
 
@@ -172,6 +287,7 @@ def job(
         signature = inspect.signature(func)
         made: Job[P, R] = Job(
             name=chosen,
+            aliases=tuple(_text(alias, f"{chosen}: aliases") for alias in aliases),
             func=func,
             signature=signature,
             key_maker=_key_maker(key, signature, chosen),
@@ -188,7 +304,7 @@ def job(
 
 def get(name: str) -> Job[..., Any]:
     """Return the job of this name, or raise UnknownJob naming what is known."""
-    if found := _jobs.get(name):
+    if found := find(name):
         return found
     known = ", ".join(sorted(_jobs)) or "none"
     raise UnknownJob(
@@ -198,24 +314,31 @@ def get(name: str) -> Job[..., Any]:
 
 
 def find(name: str) -> Job[..., Any] | None:
-    """Return the job of this name, or None."""
-    return _jobs.get(name)
+    """Return the job of this name, or of this former name, or None."""
+    return _jobs.get(name) or _former.get(name)
 
 
 def every() -> list[Job[..., Any]]:
     """Return all jobs of this process, sorted by name."""
-    return [_jobs[name] for name in sorted(_jobs)]
+    return [_jobs[name] for name in names()]
+
+
+def names() -> list[str]:
+    """Return the names of all jobs of this process."""
+    return sorted(_jobs)
 
 
 def options_of(name: str) -> Options:
     """Return the options of the job called ``name``, or the defaults if it is not known here."""
-    found = _jobs.get(name)
+    found = find(name)
     return found.options if found else _options({}, name)
 
 
 def forget(name: str) -> None:
     """Remove a job, for tests that define some."""
-    _jobs.pop(name, None)
+    gone = _jobs.pop(name, None)
+    for alias in gone.aliases if gone else ():
+        _former.pop(alias, None)
 
 
 # ---- what the decorator checks
@@ -231,7 +354,15 @@ def _add(made: Job[P, R]) -> Job[P, R]:
             f"{made.name} is registered twice, by {there.func.__module__} and "
             f"{made.func.__module__}; give one of them another name="
         )
+    for name in (made.name, *made.aliases):
+        other = find(name)
+        if other is not None and other.name != made.name:
+            raise JobDefinitionError(
+                f"{made.name}: {name!r} is a name of {other.name} already, now or formerly; two "
+                "jobs would answer for each other's keys"
+            )
     _jobs[made.name] = made
+    _former.update(dict.fromkeys(made.aliases, made))
     return made
 
 
@@ -371,6 +502,25 @@ def _exceptions(value: Any, what: str) -> tuple[type[Exception], ...]:
     return kinds
 
 
+def _cron(value: Any, what: str) -> str | None:
+    if value is None or slots.is_cron(value):
+        return value  # type: ignore[no-any-return]
+    raise JobDefinitionError(f"{what}={value!r} is no cron expression of five fields")
+
+
+def _moment(value: datetime | timedelta | float | None) -> datetime | float | None:
+    if isinstance(value, datetime):
+        if value.tzinfo is None:
+            raise ArgumentError(f"run_after={value!r} has no time zone; give an aware datetime")
+        return value
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if seconds is None:
+        return None
+    if type(seconds) not in (int, float) or not 0 <= seconds <= 10 * LONGEST:
+        raise ArgumentError(f"run_after={value!r}: give an aware datetime or a delay of 0 or more")
+    return float(seconds)
+
+
 def _backoff(value: Any, what: str) -> Backoff:
     if callable(value):
         return value  # type: ignore[no-any-return]
@@ -386,11 +536,17 @@ _OPTION: dict[str, Callable[[Any, str], Any]] = {
     "timeout": _positive_or_none,
     "lease": _lease,
     "stall_after": _positive_or_none,
-    "on_conflict": _one_of("return", "raise"),
+    "on_conflict": _one_of("return", "raise", "replace", "rerun"),
     "on_mismatch": _one_of("raise", "warn", "ignore"),
     "on_dead": _one_of("reopen", "block"),
     "on_lost": _one_of("retry", "hold"),
     "max_lost": _whole,
     "on_redis_error": _one_of("database"),
     "atomic": _flag,
+    "debounce": _positive_or_none,
+    "max_wait": _positive_or_none,
+    "retain_for": _positive,
+    "every": _positive_or_none,
+    "cron": _cron,
+    "catch_up": _one_of("latest", "skip", "all"),
 }

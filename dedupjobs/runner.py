@@ -7,8 +7,6 @@ value and written afterwards, through ``lifecycle`` alone; whatever Redis says, 
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -25,22 +23,18 @@ from django.db import (
 
 from dedupjobs import (
     clock,
-    conf,
+    execution,
     hardening,
     interrupts,
-    keys,
     lifecycle,
     locks,
-    probes,
     registry,
     signals,
 )
 from dedupjobs.backoff import Exponential
-from dedupjobs.context import Attempt, entered
+from dedupjobs.context import Attempt
 from dedupjobs.endings import (
-    MESSAGE_LIMIT,
     Ending,
-    Error,
     Failed,
     Interrupted,
     Lapsed,
@@ -48,23 +42,14 @@ from dedupjobs.endings import (
     Snoozed,
     Stopped,
     Succeeded,
-    clip,
 )
 from dedupjobs.exceptions import (
     ArgumentError,
-    Cancel,
-    CutOff,
-    Hold,
-    LeaseLost,
-    Retry,
-    ShutdownReached,
-    Snooze,
-    TimeoutReached,
 )
 from dedupjobs.heartbeat import Heart, beating
 from dedupjobs.lifecycle import Claim, Note, Place
 from dedupjobs.locks import Grip
-from dedupjobs.models import WAITING, AttemptOutcome, Status
+from dedupjobs.models import WAITING, AttemptOutcome, Cause, Status
 from dedupjobs.registry import LONGEST, Job, Options
 
 T = TypeVar("T")
@@ -74,9 +59,8 @@ FIRST_LEASE = Options().lease  # a lock's TTL until the claim tells which job it
 PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0)  # seconds between tries to reach the database; the last repeats
 CLAIM_PATIENCE = 5.0  # seconds; afterwards the row waits for the coordinator
 
+LOST_TO_ANOTHER = (AttemptOutcome.LOST, AttemptOutcome.RETURNED)
 LARGEST = 2**63  # a primary key is smaller
-
-_NOTHING: Any = object()
 
 
 @dataclass(slots=True)
@@ -118,11 +102,11 @@ def deliver(pk: int, generation: int, *, owner: str, lock: bool = True) -> Statu
     """
     grip = locks.acquire(pk, owner, ttl=FIRST_LEASE) if lock else Grip.UNUSED
     if grip is Grip.BUSY and _is_taken(pk):
-        _drop(pk, owner, Grip.BUSY, "its lock and its row are taken")
+        _drop(pk, owner, Grip.BUSY)
         return None
     claim = _claim_surely(pk, generation, owner)
     if claim is None:
-        _drop(pk, owner, grip, "nothing to take: not waiting, not due, or an old message")
+        _drop(pk, owner, grip)
         return None
     options = registry.options_of(claim.name)
     _hold_lock(claim, grip, options)
@@ -131,9 +115,9 @@ def deliver(pk: int, generation: int, *, owner: str, lock: bool = True) -> Statu
     signals.tell(signals.attempt_started, claim.name, claim=claim)
     begun = clock.monotonic()
     with beating(heart):
-        ending, status = perform(claim, heart)
+        ending, status = perform(claim, heart, borrowed=_in_transaction())
     host.settled(claim)
-    _free_lock(claim, grip, ending, status)
+    _free_lock(claim, grip, status)
     _tell_end(claim, ending, status, clock.monotonic() - begun)
     if isinstance(ending, Interrupted) and ending.reraise:
         raise KeyboardInterrupt
@@ -152,9 +136,14 @@ def _checked(deliveries: Any) -> list[tuple[int, int]]:
     raise ArgumentError(f"{str(deliveries)[:100]!r} is no list of [pk, generation]")
 
 
+def _in_transaction() -> bool:
+    return connections[lifecycle.alias()].in_atomic_block
+
+
 def _is_taken(pk: int) -> bool:
     """Return whether the row is not waiting: then a busy lock tells the truth."""
-    return not lifecycle.jobs().filter(pk=pk, status__in=WAITING).exists()
+    waiting = lifecycle.jobs().filter(pk=pk, status__in=WAITING)
+    return not _persist(lambda first: waiting.all().exists(), patience=CLAIM_PATIENCE)
 
 
 def _claim_surely(pk: int, generation: int, owner: str) -> Claim | None:
@@ -176,10 +165,15 @@ def _rq_id() -> str:
     return job.id if job else ""
 
 
-def _drop(pk: int, owner: str, grip: Grip, detail: str) -> None:
+def _drop(pk: int, owner: str, grip: Grip) -> None:
+    """Drop a delivery, because the row remembers; say whether a race or a redelivery brought it."""
     if grip is Grip.HELD:
         locks.release(pk, owner)
-    signals.tell(signals.duplicate_detected, "", job_pk=pk, cause="redelivery", detail=detail)
+    row = lifecycle.jobs().filter(pk=pk).values_list("name", "status").first()
+    name, status = row or ("", "gone")
+    cause = Cause.RACE if status == Status.RUNNING else Cause.REDELIVERY
+    detail = f"a message found the row {status}"
+    signals.tell(signals.duplicate_detected, name, job_pk=pk, cause=cause, detail=detail)
 
 
 def _hold_lock(claim: Claim, grip: Grip, options: Options) -> None:
@@ -194,61 +188,51 @@ def _hold_lock(claim: Claim, grip: Grip, options: Options) -> None:
 # ---- the run
 
 
-def perform(claim: Claim, heart: Heart) -> tuple[Ending, Status | None]:
-    """Run a claimed row's function and settle its ending; the status is None if it was not ours."""
+def perform(claim: Claim, heart: Heart, *, borrowed: bool) -> tuple[Ending, Status | None]:
+    """
+    Run a claimed row's function and settle its ending; the status is None if it was not ours.
+
+    ``borrowed``: we run inside somebody's transaction (a test's, or a caller of ``run_now``),
+    whose connection is not ours to close.
+    """
     job = registry.find(claim.name)
     if job is None:
         reason = f"no job called {claim.name!r} is known to this worker; deploy it, then retry"
         parked = Parked(reason=reason)
         return parked, _settle_surely(claim, parked, Note(reason=reason), None)
     if job.options.atomic:
-        return _perform_atomically(job, claim, heart)
-    ending, note = execute(job, claim, heart)
+        return _perform_atomically(job, claim, heart, borrowed=borrowed)
+    attempt = Attempt(claim, heart)
+    ending, note = execution.execute(job, claim, attempt, heart, borrowed=borrowed)
+    if attempt.completed:
+        return _after_own_completion(claim, ending, note, job, heart)
     return ending, _settle_surely(claim, ending, note, job)
 
 
-def execute(job: Job[..., Any], claim: Claim, heart: Heart) -> tuple[Ending, Note]:
-    """Call the function and say how it ended; never raises for the job's own errors."""
-    bound = _bound(job, claim)
-    if isinstance(bound, Parked):
-        return bound, Note(reason=bound.reason)
-    returned = _NOTHING
-    pid, begun = os.getpid(), clock.monotonic()
-    ending: Ending
-    probes.reach("user_code.before")
-    try:
-        with entered(Attempt(claim, heart)), interrupts.armed(job.options.timeout) as cutter:
-            returned = job.func(*bound.args, **bound.kwargs)
-            if inspect.iscoroutine(returned):
-                returned = asyncio.run(returned)
-    except BaseException as raised:
-        _leave_if_forked(pid, 1)
-        if isinstance(raised, CutOff):
-            _drop_connections()
-        # A signal between the function's return and the end of the block changes nothing.
-        ending = (
-            _ending_of(raised, job.options, heart) if returned is _NOTHING else _success(returned)
-        )
-    else:
-        _leave_if_forked(pid, 0)
-        ending = _success(returned)
-        if cutter.timed_out and job.options.atomic:
-            ending = _ending_of(TimeoutReached("swallowed by the job"), job.options, heart)
-    probes.reach("user_code.after")
-    return ending, _note(ending, clock.monotonic() - begun)
+def _after_own_completion(
+    claim: Claim, ending: Ending, note: Note, job: Job[..., Any], heart: Heart
+) -> tuple[Ending, Status | None]:
+    """Read what became of ``attempt.complete()``, which the function's own COMMIT decides."""
+    outcome = _persist(lambda first: lifecycle.outcome_of(claim.fence), patience=heart.lease)
+    if outcome == AttemptOutcome.SUCCEEDED:
+        return Succeeded(result="null"), _status_of(claim)
+    if isinstance(ending, Succeeded) or _is_of_connection(ending):  # it was not committed
+        ending = Interrupted(reason="the transaction with its completion was not committed")
+        note = execution.note_of(ending, note.run_time)
+    return ending, _settle_surely(claim, ending, note, job)
 
 
-def _bound(job: Job[..., Any], claim: Claim) -> inspect.BoundArguments | Parked:
-    try:
-        return job.bound(claim.args)
-    except (Exception, SystemExit, GeneratorExit) as error:  # reviving values runs the job's types
-        what = f"{type(error).__name__}: {error}"
-        reason = f"the stored arguments no longer fit: {what}. Deploy code that takes them, retry"
-        return Parked(reason=clip(reason, MESSAGE_LIMIT))
+def _is_of_connection(ending: Ending) -> bool:
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in CONNECTION_ERRORS}
+    return isinstance(ending, Failed) and ending.error.type in names
+
+
+def _status_of(claim: Claim) -> Status:
+    return Status(lifecycle.jobs().values_list("status", flat=True).get(pk=claim.job_pk))
 
 
 def _perform_atomically(
-    job: Job[..., Any], claim: Claim, heart: Heart
+    job: Job[..., Any], claim: Claim, heart: Heart, *, borrowed: bool
 ) -> tuple[Ending, Status | None]:
     """Function and settle in one transaction: its effects and its success, or neither."""
     ending: Ending = Interrupted(reason="not run")
@@ -256,7 +240,8 @@ def _perform_atomically(
     status: Status | None = None
     try:
         with transaction.atomic(using=lifecycle.alias()):
-            ending, note = execute(job, claim, heart)
+            attempt = Attempt(claim, heart)
+            ending, note = execution.execute(job, claim, attempt, heart, borrowed=borrowed)
             if isinstance(ending, Succeeded):
                 status = settle(claim, ending, note, job)
             if status is None:
@@ -267,9 +252,11 @@ def _perform_atomically(
             lifecycle.note_late(claim.fence, AttemptOutcome.SUCCEEDED)
             return Lapsed(), None
     except Exception as error:
+        if borrowed and isinstance(error, CONNECTION_ERRORS):
+            raise  # the owner of the transaction must deal with this
         ending, note, done = _after_doubtful_commit(claim, job, error, heart)
         if done:
-            return ending, Status.SUCCEEDED
+            return ending, _status_of(claim)
     return ending, _settle_surely(claim, ending, note, job)
 
 
@@ -288,7 +275,7 @@ def _after_doubtful_commit(
     """
     signals.tell(signals.settle_troubled, claim.name, claim=claim, error=error)
     if isinstance(error, CONNECTION_ERRORS):
-        _drop_connections()
+        execution.drop_connections()
     outcome = _persist(lambda first: lifecycle.outcome_of(claim.fence), patience=heart.lease)
     ending: Ending
     if outcome == AttemptOutcome.SUCCEEDED:
@@ -296,91 +283,8 @@ def _after_doubtful_commit(
     if isinstance(error, CONNECTION_ERRORS):
         ending = Interrupted(reason=f"its COMMIT did not happen: {error}"[:500])
     else:
-        ending = _ending_of(error, job.options, heart)
-    return ending, _note(ending, None), False
-
-
-def _leave_if_forked(pid: int, status: int) -> None:
-    # A child that the job has forked must not settle its parent's attempt.
-    if os.getpid() != pid:
-        os._exit(status)
-
-
-def _drop_connections() -> None:
-    """
-    Cancel what runs on the server, and close: a signal may have hit in the middle of a query.
-
-    A connection in somebody else's transaction (a test's) is left alone.
-    """
-    for connection in connections.all(initialized_only=True):
-        blocks = getattr(connection, "atomic_blocks", ())
-        if connection.connection is None or any(b._from_testcase for b in blocks):
-            continue
-        try:
-            if cancel := getattr(connection.connection, "cancel_safe", None):
-                cancel(timeout=1.0)
-            elif interrupt := getattr(connection.connection, "interrupt", None):
-                interrupt()
-        except Exception as error:
-            signals.tell(signals.settle_troubled, "", claim=None, error=error)
-        connection.close()
-
-
-# ---- how it ended
-
-
-def _success(returned: Any) -> Succeeded:
-    """Encode the result; one that can not be stored never turns success into failure."""
-    try:
-        text = keys.encode_value(returned)
-    except Exception as error:
-        lost = f"{type(returned).__module__}.{type(returned).__qualname__}"
-        return Succeeded(result=keys.encode_value(None), note=f"result not stored: {lost}: {error}")
-    limit = conf.get().MAX_RESULT
-    if len(text) > limit:
-        reason = f"result not stored: {len(text):,} bytes, MAX_RESULT is {limit:,}"
-        return Succeeded(result=keys.encode_value(None), note=reason)
-    return Succeeded(result=text)
-
-
-def _ending_of(  # noqa: C901, PLR0911 - a table
-    raised: BaseException, options: Options, heart: Heart
-) -> Ending:
-    match raised:
-        case Retry():
-            return Failed(error=_error(raised), after=raised.after)
-        case Snooze():
-            return Snoozed(after=raised.after, reason=raised.reason)
-        case Cancel():
-            return Stopped(
-                reason=raised.reason or "cancelled by the job", requested=raised.requested
-            )
-        case Hold():
-            return Parked(reason=str(raised))
-        case LeaseLost() if heart.lost.is_set():
-            return Lapsed()
-        case TimeoutReached():
-            final = issubclass(TimeoutError, options.give_up_on or ())
-            return Failed(error=_error(raised), final=final, timed_out=True)
-        case ShutdownReached():
-            return Interrupted(reason=str(raised))
-        case KeyboardInterrupt():
-            return Interrupted(reason="KeyboardInterrupt", reraise=True)
-        case Exception():
-            wanted = isinstance(raised, options.retry_on)
-            final = isinstance(raised, options.give_up_on) or not wanted
-            return Failed(error=_error(raised), final=final)
-    return Failed(error=_error(raised))  # SystemExit and the like: no success, whatever its code
-
-
-def _error(raised: BaseException) -> Error:
-    return Error.of(raised, limit=conf.get().MAX_TRACEBACK)
-
-
-def _note(ending: Ending, run_time: float | None) -> Note:
-    error = ending.error if isinstance(ending, Failed) else None
-    reason = ending.note if isinstance(ending, Succeeded) else getattr(ending, "reason", "")
-    return Note(error=error, reason=reason, run_time=run_time)
+        ending = execution.ending_of(error, job.options, heart)
+    return ending, execution.note_of(ending, None), False
 
 
 # ---- settling
@@ -441,9 +345,10 @@ def _settle_surely(
     lease = registry.options_of(claim.name).lease
 
     def read_or_settle(first: bool) -> Status | None:
-        if not first and lifecycle.outcome_of(claim.fence) is not None:
-            return Status(lifecycle.jobs().values_list("status", flat=True).get(pk=claim.job_pk))
-        return settle(claim, ending, note, job)
+        outcome = None if first else lifecycle.outcome_of(claim.fence)
+        if outcome is None:
+            return settle(claim, ending, note, job)
+        return None if outcome in LOST_TO_ANOTHER else _status_of(claim)
 
     status = _persist(read_or_settle, patience=lease, claim=claim)
     if status is None and (late := _late(ending)):
@@ -494,7 +399,7 @@ def _pauses() -> Iterator[float]:
 # ---- after the run
 
 
-def _free_lock(claim: Claim, grip: Grip, ending: Ending, status: Status | None) -> None:
+def _free_lock(claim: Claim, grip: Grip, status: Status | None) -> None:
     """Release the lock, or leave it to show and filter until the retry is due."""
     if grip in (Grip.UNREACHABLE, Grip.UNUSED):
         return
@@ -515,6 +420,10 @@ def _tell_end(claim: Claim, ending: Ending, status: Status | None, run_time: flo
         status=status,
         run_time=run_time,
     )
+    if status is None:
+        detail = f"{type(ending).__name__} after its lease was lost"
+        facts = {"job_pk": claim.job_pk, "cause": Cause.LEASE, "detail": detail}
+        signals.tell(signals.duplicate_detected, claim.name, **facts)
     if status == Status.DEAD:
         signals.tell(
             signals.job_dead, claim.name, job_pk=claim.job_pk, key=claim.key, reason="failures"

@@ -11,7 +11,7 @@ from typing import Any
 from django.dispatch import Signal
 
 job_enqueued = Signal()  # job (row), kind
-duplicate_detected = Signal()  # job_pk, cause ("producer", "redelivery", "replay", "race"), detail
+duplicate_detected = Signal()  # job_pk, cause (models.Cause), detail
 mismatch_detected = Signal()  # job (row), differing (names), policy
 hand_over_failed = Signal()  # queue, count, error
 attempt_started = Signal()  # claim
@@ -22,6 +22,8 @@ attempt_lost = Signal()  # job_pk, fence, outcome, status, cause ("lease", "deat
 messages_resent = Signal()  # queue, count, cause ("lost", "wiped")
 lock_trouble = Signal()  # job_pk, grip
 settle_troubled = Signal()  # claim, error
+operated = Signal()  # job_pk, action, by, after (an operator's arrow)
+slot_skipped = Signal()  # slot: the job's previous one still waits
 coordinator_failed = Signal()  # error
 
 

@@ -1,19 +1,30 @@
 """
-Redis clients of our own: short time-outs, one deadline for a whole call, no retries.
+Redis clients of our own: short time-outs, one deadline for a whole call, no retries, one budget.
+
+What a request may lose to a broken Redis is bounded for the whole process: all its calls share
+PUSH_TIMEOUT of waiting per second, and an error or a spent budget opens a circuit breaker for a
+second, in which calls fail at once.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from redis import Redis
 from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeout
 from redis.retry import Retry
 
-from dedupjobs import clock
+from dedupjobs import clock, conf
+
+FREE = 0.010  # seconds; faster calls cost the budget nothing
+WINDOW = 1.0  # seconds that a budget and an open breaker last
 
 
 @dataclass(slots=True)
@@ -50,7 +61,11 @@ class DeadlineConnection:
     def _connect(self: Any) -> Any:
         self._limit()
         sock = super()._connect()  # type: ignore[misc]
-        sock.settimeout(self.deadline.left() or self.socket_timeout)
+        try:
+            sock.settimeout(self.deadline.left() or self.socket_timeout)
+        except RedisTimeout:
+            sock.close()
+            raise
         return sock
 
     def send_packed_command(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -75,6 +90,7 @@ def own_client(source: Redis, *, timeout: float, deadline: Deadline | None = Non
         "socket_timeout": timeout,
         "socket_connect_timeout": timeout,
         "retry": Retry(NoBackoff(), 0),
+        "driver_info": None,  # two round trips and a look into package metadata, per connection
         "retry_on_timeout": False,
         "retry_on_error": [],
     }
@@ -85,3 +101,84 @@ def own_client(source: Redis, *, timeout: float, deadline: Deadline | None = Non
     if deadline is not None:
         kind = type("DeadlineConnection", (DeadlineConnection, kind), {"deadline": deadline})
     return Redis(connection_pool=type(pool)(connection_class=kind, **kwargs))
+
+
+class BudgetSpent(RedisTimeout):
+    """Nothing was sent: the breaker is open, or the budget of this second is spent."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """PUSH_TIMEOUT of waiting per second, and a breaker that is open after an error."""
+
+    spent: float = 0.0
+    since: float = -math.inf
+    open_until: float = -math.inf
+    guard: threading.Lock = field(default_factory=threading.Lock)
+
+    def left(self) -> float:
+        """Return the seconds that a call may take; BudgetSpent while the breaker is open."""
+        with self.guard:
+            now = clock.monotonic()
+            if now - self.since >= WINDOW:
+                self.since, self.spent = now, 0.0
+            left = conf.get().PUSH_TIMEOUT - self.spent
+            if now < self.open_until or left <= 0:
+                raise BudgetSpent("Redis was unreachable or slow within the last second")
+            return left
+
+    def spend(self, seconds: float) -> None:
+        """Count a call that took longer than a healthy server needs."""
+        with self.guard:
+            if seconds > FREE:
+                self.spent += seconds
+
+    def trip(self) -> None:
+        """Open the breaker."""
+        with self.guard:
+            self.open_until = max(self.open_until, clock.monotonic() + WINDOW)
+
+    def reset(self) -> None:
+        """Forget what was spent, after a fork or a change of settings."""
+        with self.guard:
+            self.spent, self.since, self.open_until = 0.0, -math.inf, -math.inf
+
+
+budget = Budget()
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A client whose calls can be given one deadline, or what is left of the budget."""
+
+    redis: Redis
+    limit: Deadline
+
+    @classmethod
+    def to(cls, source: Redis, *, timeout: float) -> Client:
+        """Return a client to the server of ``source``."""
+        limit = Deadline()
+        return cls(own_client(source, timeout=timeout, deadline=limit), limit)
+
+    @contextmanager
+    def deadline(self, seconds: float) -> Iterator[None]:
+        """Give all Redis calls of the block, together, ``seconds``."""
+        self.limit.at = clock.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self.limit.at = None
+
+    @contextmanager
+    def spending(self, budget: Budget = budget) -> Iterator[None]:
+        """Run the block within what is left of the budget; an error opens the breaker."""
+        left = budget.left()  # a refusal must not open the breaker for another second
+        begun = clock.monotonic()
+        try:
+            with self.deadline(left):
+                yield
+        except (RedisError, OSError):
+            budget.trip()
+            raise
+        finally:
+            budget.spend(clock.monotonic() - begun)

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from django.core.cache import caches
 from django.db import DatabaseError, InterfaceError, connections
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -182,7 +183,14 @@ class DedupWorker(Worker):
     def bootstrap(self, *args: Any, **kwargs: Any) -> None:
         super().bootstrap(*args, **kwargs)
         hardening.harden_connections()
+        if not dispatch.reads_json():
+            self.log.error(
+                "Worker %s reads JSON, but producers write pickles: set RQ = {'WORKER_CLASS': "
+                "'dedupjobs.worker.DedupWorker'} for all processes, not only on this command line.",
+                self.name,
+            )
         self._name_unknown_jobs()
+        _warm_up()
         self._mind_coordinator()
 
     def teardown(self) -> None:
@@ -417,6 +425,16 @@ class DedupWorker(Worker):
         if os.waitpid(pid, os.WNOHANG) == (0, 0):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+def _warm_up() -> None:
+    """Import here what each horse would import again after its fork: some ten milliseconds."""
+    import django.db.models.sql.compiler  # noqa: F401, PLC0415
+    import redis.lock  # noqa: F401, PLC0415
+
+    with suppress(Exception):  # a wrong cache is a check's business, not the worker's end
+        getattr(caches[conf.get().LOCK_CACHE], "client", None)
+    connections.close_all()
 
 
 def _coordinate(pipe: int) -> None:

@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 import psutil
 import pytest
 
-from tests.servers import HOST, PostgreSQL, Valkey
+from tests.servers import HOST, MariaDB, PostgreSQL, Valkey
 
 
 @pytest.hookimpl(wrapper=True)
@@ -32,6 +32,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
 def _start(servers: ExitStack) -> None:
     home = tempfile.mkdtemp(prefix="dedupjobs-suite-")
     servers.callback(shutil.rmtree, home, ignore_errors=True)
+    if os.environ.get("DEDUPJOBS_TEST_DB") == "mariadb":
+        if not MariaDB.is_installed():
+            raise pytest.UsageError("no MariaDB here; on Debian: apt-get install mariadb-server")
+        os.environ["DEDUPJOBS_TEST_MARIADB"] = f"{HOST}:{servers.enter_context(MariaDB()).port}"
     servers.callback(_kill_leftovers, home)
     os.environ["DEDUPJOBS_TEST_HOME"] = home
     if "DEDUPJOBS_TEST_REDIS" not in os.environ:

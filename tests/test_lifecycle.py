@@ -1087,6 +1087,7 @@ LEADS_TO = {
     ("hold", "RETRYING"): "HELD",
     ("hold", "RUNNING"): "RUNNING",
     ("retry", "DEAD"): "PENDING",
+    ("retry", "HELD"): "PENDING",
     ("retry", "CANCELLED"): "PENDING",
     ("retry", "RETRYING"): "PENDING",
     ("unhold", "HELD"): "PENDING",

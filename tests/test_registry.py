@@ -71,6 +71,12 @@ def test_options_have_the_designs_defaults() -> None:
         "max_lost": 3,
         "on_redis_error": "database",
         "atomic": False,
+        "debounce": None,
+        "max_wait": None,
+        "retain_for": 30 * 86_400.0,
+        "every": None,
+        "cron": None,
+        "catch_up": "latest",
     }
     assert options.beat_every == 10.0
 

@@ -117,8 +117,8 @@ def test_result_that_is_false_is_a_result(what: str, value: Any) -> None:
 def test_result_that_can_not_be_stored_is_a_success_without_one(what: str, why: str) -> None:
     attempt = run(jobs.give_back, tag="a", what=what)
     assert (attempt.outcome, attempt.job.status) == ("SUCCEEDED", "SUCCEEDED")
-    assert keys.decode(attempt.job.result or "") is None
-    assert attempt.reason.startswith("result not stored: ")
+    assert keys.decode(attempt.job.result or "") == keys.NotKept(attempt.reason)
+    assert attempt.reason.startswith("result was not stored: ")
     assert why in attempt.reason
     assert attempt.job.failures == 0
     assert run_pending() == 0
@@ -134,7 +134,7 @@ def return_endless(*, tag: str) -> Any:
 def test_result_that_contains_itself_is_a_success_without_one() -> None:
     attempt = run(return_endless, tag="a")
     assert attempt.job.status == "SUCCEEDED"
-    assert attempt.reason.startswith("result not stored: ")
+    assert attempt.reason.startswith("result was not stored: ")
 
 
 def test_success_of_a_key_for_a_while_holds_it_from_its_end() -> None:

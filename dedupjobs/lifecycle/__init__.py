@@ -16,23 +16,36 @@ then the *job*, in one transaction: ``outcome IS NULL`` on the attempt is the on
 ending passes. 0 rows: somebody else decided; then nothing is written, and None is returned.
 A rerun that waits when a run ends turns each arrow to a final status into one to PENDING.
 
-Read on in ``calls``, ``claims``, ``settling``, ``losses``, ``operators``; they share ``rows`` and
-``leaving``. ``sending`` notes which rows have a message.
+Read on in ``calls``, ``claims``, ``settling``, ``losses``, ``operators``, ``retention``; they share
+``rows`` and ``leaving``. ``sending`` notes which rows have a message.
 """
 
 from __future__ import annotations
 
-from dedupjobs.lifecycle.calls import Answer, enqueue
-from dedupjobs.lifecycle.claims import Place, Pulse, beat, begin, claim, claimed_by, look
+from dedupjobs.lifecycle.calls import Answer, enqueue, enqueue_many
+from dedupjobs.lifecycle.claims import (
+    Place,
+    Pulse,
+    beat,
+    begin,
+    claim,
+    claimed_by,
+    lock_open,
+    look,
+    renew,
+)
 from dedupjobs.lifecycle.losses import Lost, bury, reclaim
 from dedupjobs.lifecycle.operators import cancel, hold, retry, unhold
+from dedupjobs.lifecycle.retention import Pruned, free_tombstones, held, prunable, prune
 from dedupjobs.lifecycle.rows import (
     Claim,
     alias,
     attempts,
     database_now,
     jobs,
+    names,
     seconds_until_due,
+    skip_locked,
 )
 from dedupjobs.lifecycle.sending import mark_sent, mark_unsent, new_dispatch_id
 from dedupjobs.lifecycle.settling import (
@@ -51,12 +64,13 @@ from dedupjobs.lifecycle.settling import (
 )
 
 __all__ = [  # noqa: RUF022 - in the order a job meets them
-    "alias", "jobs", "attempts", "database_now", "seconds_until_due",
-    "Answer", "enqueue",
-    "Claim", "Place", "claim", "claimed_by", "begin", "Pulse", "beat", "look",
+    "alias", "jobs", "attempts", "names", "database_now", "seconds_until_due", "skip_locked",
+    "Answer", "enqueue", "enqueue_many",
+    "Claim", "Place", "claim", "claimed_by", "begin", "Pulse", "beat", "look", "lock_open", "renew",
     "Note", "NO_NOTE", "complete", "fail", "give_up", "snooze", "interrupt", "unclaim", "stop",
     "park", "outcome_of", "note_late",
     "Lost", "bury", "reclaim",
     "cancel", "hold", "retry", "unhold",
+    "Pruned", "prunable", "free_tombstones", "held", "prune",
     "new_dispatch_id", "mark_sent", "mark_unsent",
 ]  # fmt: skip

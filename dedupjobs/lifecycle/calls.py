@@ -1,39 +1,45 @@
-"""enqueue, join, reopen: what a call does to the row of its key."""
+"""enqueue, join, rerun, replace, debounce, reopen: what a call does to the row of its key."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
+from itertools import islice
 from typing import Any
 
-from django.db import connections, transaction
-from django.db.models import F
+from django.db import OperationalError, connections, transaction
+from django.db.models import Exists, F, OuterRef
 
-from dedupjobs import probes
+from dedupjobs import clock, probes
 from dedupjobs.clock import DbNow
 from dedupjobs.exceptions import DedupJobsError
-from dedupjobs.lifecycle.rows import FRESH, alias, jobs
+from dedupjobs.lifecycle.rows import FRESH, NO_RERUN, UNSENT, alias, attempts, jobs
 from dedupjobs.lifecycle.sending import new_dispatch_id
-from dedupjobs.models import (
-    ACTIVE,
-    Kind,
-    ProcessedJob,
-    Status,
-)
+from dedupjobs.models import ACTIVE, Kind, ProcessedJob, Status
 from dedupjobs.registry import Call, Options
 
-LOOPS = 10  # read → insert or reopen; each loop means that somebody else moved the row
+LOOPS = 10  # read → insert or change; each loop means that somebody else moved the row
+DEADLOCKS = ((1213,), (1205,))  # as MySQL numbers a deadlock and a lock wait time-out
+CHUNK = 500  # calls per statement of enqueue_many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What an enqueue found or made. ``mismatch``: the key is held by other arguments."""
+    """
+    What an enqueue found or made.
+
+    ``mismatch``: the key is held by other arguments. ``sends``: the row waits for a message
+    that this call is to push after its commit.
+    """
 
     kind: Kind
     row: ProcessedJob
     mismatch: bool = False
+    sends: bool = False
 
 
-def enqueue(name: str, call: Call, *, options: Options, holds: bool) -> Answer:
+def enqueue(call: Call, *, options: Options, holds: bool) -> Answer:
     """
     Return the key's row, PENDING because of this call or held by an earlier one.
 
@@ -42,21 +48,93 @@ def enqueue(name: str, call: Call, *, options: Options, holds: bool) -> Answer:
     """
     for _ in range(LOOPS):
         row = _row_of(call.key_hash)
+        probes.reach("enqueue.read")
         if row is None:
-            row = _insert(name, call, options)
-            if row is not None:
-                return Answer(kind=Kind.CREATED, row=row)
+            made = _insert([call], options).get(call.key_hash)
+            if made is not None:
+                return _new(made)
             continue
-        kind = _held_as(row, options, holds)
-        if kind is not None:
-            return Answer(kind=kind, row=row, mismatch=row.fingerprint != call.fingerprint)
-        if _reopen(row, name, call, options):
-            return Answer(kind=Kind.CREATED, row=_row_of(call.key_hash) or row)
-    raise DedupJobsError(f"{name} {call.key!r}: moved by others {LOOPS} times in a row; try again")
+        answer = _answer(row, call, options, holds)
+        if answer is not None:
+            return answer
+    raise DedupJobsError(
+        f"{call.name} {call.key!r}: moved by others {LOOPS} times in a row; try again"
+    )
 
 
-def _row_of(key_hash: str) -> ProcessedJob | None:
-    return jobs().filter(key_hash=key_hash).annotate(db_now=DbNow()).first()
+def enqueue_many(calls: Sequence[Call], *, options: Options, holds: bool) -> list[Answer]:
+    """
+    Do the same for many calls with few statements; answers come in the order of the calls.
+
+    Keys are written in the order of their hashes, so two opposite batches do not deadlock. Of
+    calls with the same key the first makes the row, and the others find it there. Only a call
+    that has to change a row costs statements of its own.
+    """
+    firsts = {call.key_hash: call for call in reversed(calls)}
+    made: dict[str, ProcessedJob] = {}
+    there: dict[str, Any] = {}
+    for chunk in _chunks(sorted(firsts)):
+        known = set(jobs().filter(key_hash__in=chunk).values_list("key_hash", flat=True))
+        made |= _insert([firsts[k] for k in chunk if k not in known], options)
+        there |= {row.key_hash: row for row in _rows(chunk)}
+    answers: dict[int, Answer] = {}
+    for i in sorted(range(len(calls)), key=lambda i: calls[i].key_hash):
+        call = calls[i]
+        if firsts[call.key_hash] is call and call.key_hash in made:
+            answers[i] = _new(made[call.key_hash])
+            continue
+        row = there.get(call.key_hash)
+        kind = _held_as(row, options, holds) if row is not None else None
+        if kind is None or (kind is Kind.DUPLICATE and options.newest_wins):
+            there.pop(call.key_hash, None)  # the row changes: later calls read it again
+            answers[i] = enqueue(call, options=options, holds=holds)
+        else:
+            answers[i] = _turned_away(kind, row, call)
+    return [answers[i] for i in range(len(calls))]
+
+
+def _new(row: ProcessedJob) -> Answer:
+    return Answer(kind=Kind.CREATED, row=row, sends=row.dispatched_at is not None)
+
+
+def _turned_away(kind: Kind, row: Any, call: Call) -> Answer:
+    return Answer(kind=kind, row=row, mismatch=row.fingerprint != call.fingerprint)
+
+
+def _chunks(keys: list[str]) -> Iterator[list[str]]:
+    left = iter(keys)
+    while chunk := list(islice(left, CHUNK)):
+        yield chunk
+
+
+def _rows(key_hashes: Sequence[str]) -> Any:
+    """Return rows with the database's clock and whether their present generation was tried."""
+    tried = attempts().filter(job_id=OuterRef("pk"), generation=OuterRef("generation"))
+    found = jobs().filter(key_hash__in=key_hashes)
+    return found.annotate(db_now=DbNow(), tried=Exists(tried))
+
+
+def _row_of(key_hash: str) -> Any:
+    return _rows([key_hash]).first()
+
+
+def _sent(row: Any, dispatch_id: str) -> bool:
+    """Whether the row still waits for the message whose id we have drawn."""
+    return row.dispatch_id == dispatch_id and row.dispatched_at is not None
+
+
+def _answer(row: Any, call: Call, options: Options, holds: bool) -> Answer | None:
+    """Turn the call away, or change the row for it; None: the row has moved, read it again."""
+    kind = _held_as(row, options, holds)
+    if kind is Kind.DUPLICATE and options.newest_wins:
+        return _renew(row, call, options)
+    if kind is not None:
+        return _turned_away(kind, row, call)
+    drawn = new_dispatch_id()
+    if not _reopen(row, call, options, drawn):
+        return None
+    fresh = _row_of(call.key_hash) or row
+    return Answer(kind=Kind.CREATED, row=fresh, sends=_sent(fresh, drawn))
 
 
 def _held_as(row: Any, options: Options, holds: bool) -> Kind | None:
@@ -71,42 +149,59 @@ def _held_as(row: Any, options: Options, holds: bool) -> Kind | None:
     return None
 
 
-def _insert(name: str, call: Call, options: Options) -> ProcessedJob | None:
+# ---- on a key that is free
+
+
+def _insert(calls: Sequence[Call], options: Options) -> dict[str, ProcessedJob]:
     """
-    Insert the row, or return None if another call has the key.
+    Insert rows, and return those that are ours by their key's hash.
 
     A conflict must not abort the caller's transaction, so the insert ignores it; whose row it
     is shows by the dispatch id, which is drawn before. A loser waits for an open winner, and
     wins if that one rolls back.
     """
-    sent_as = new_dispatch_id()
-    now = DbNow()
-    row = ProcessedJob(
-        key_hash=call.key_hash,
-        key=call.key,
-        scope=call.scope,
-        name=name,
-        queue=options.queue,
-        args=call.args,
-        fingerprint=call.fingerprint,
-        run_after=now,
-        dispatch_id=sent_as,
-        dispatched_at=now,
-        created_at=now,
-        enqueued_at=now,
-    )
-    # One transaction, so that no coordinator can send the row again before we have looked.
+    if not calls:
+        return {}
+    drawn = {call.key_hash: new_dispatch_id() for call in calls}
+    rows = [
+        ProcessedJob(
+            key_hash=call.key_hash,
+            key=call.key,
+            scope=call.scope,
+            created_at=DbNow(),
+            **_payload(call, options, drawn[call.key_hash]),
+        )
+        for call in calls
+    ]
+    try:
+        return _inserted(rows, drawn)
+    except OperationalError as error:
+        if error.args[:1] not in DEADLOCKS:
+            raise
+        connection = connections[alias()]
+        if not connection.in_atomic_block:
+            return {}  # the caller reads again
+        connection.needs_rollback = True  # the server has rolled all of it back
+        raise DedupJobsError(
+            "The database has rolled this transaction back, because another one that wanted the "
+            "same key was rolled back (a deadlock). Repeat the transaction."
+        ) from error
+
+
+def _inserted(rows: list[ProcessedJob], drawn: dict[str, str]) -> dict[str, ProcessedJob]:
+    # One transaction, so that no coordinator can send a row again before we have looked.
     with transaction.atomic(using=alias()):
+        mine = jobs().filter(key_hash__in=list(drawn))
         if connections[alias()].vendor == "mysql":
             # Losers that wait at the insert get deadlocks when the winner rolls back; a locking
-            # read of the key first makes them queue up.
-            jobs().select_for_update().filter(key_hash=call.key_hash).first()
-        jobs().bulk_create([row], ignore_conflicts=True)
+            # read of the keys first makes them queue up.
+            list(mine.select_for_update().order_by("key_hash").values_list("pk"))
+        jobs().bulk_create(rows, ignore_conflicts=True)
         probes.reach("enqueue.inserted")
-        return jobs().filter(key_hash=call.key_hash, dispatch_id=sent_as).first()
+        return {row.key_hash: row for row in mine if row.dispatch_id == drawn[row.key_hash]}
 
 
-def _reopen(row: ProcessedJob, name: str, call: Call, options: Options) -> bool:
+def _reopen(row: ProcessedJob, call: Call, options: Options, drawn: str) -> bool:
     """
     Put a final row back to PENDING for this call; guarded by the version that was read.
 
@@ -114,6 +209,7 @@ def _reopen(row: ProcessedJob, name: str, call: Call, options: Options) -> bool:
     effects belong to another intention. The same call on a failed key goes on in the same one,
     since its effects may have happened under that idempotency key.
     """
+    probes.reach("reopen.before")
     other = row.fingerprint != call.fingerprint
     grows = row.status == Status.SUCCEEDED or (other and row.attempts > 0)
     return bool(
@@ -123,21 +219,118 @@ def _reopen(row: ProcessedJob, name: str, call: Call, options: Options) -> bool:
             status=Status.PENDING,
             version=F("version") + 1,
             generation=F("generation") + int(grows),
-            name=name,
-            queue=options.queue,
-            args=call.args,
-            fingerprint=call.fingerprint,
-            rerun_args=None,
-            rerun_fingerprint=None,
-            run_after=DbNow(),
-            debounce_deadline=None,
-            dispatch_id=new_dispatch_id(),
-            dispatched_at=DbNow(),
-            enqueued_at=DbNow(),
+            **NO_RERUN,
             finished_at=None,
             unique_until=None,
             result=None,
             error="",
             **FRESH,
+            **_payload(call, options, drawn),
+        )
+    )
+
+
+def _payload(call: Call, options: Options, dispatch_id: str) -> dict[str, Any]:
+    """Return what a new run of a key gets from its call: what to run, where, and when."""
+    delay = _delay(call, options)
+    return {
+        "name": call.name,
+        "queue": call.queue,
+        "args": call.args,
+        "fingerprint": call.fingerprint,
+        "enqueued_at": DbNow(),
+        "run_after": delay if isinstance(delay, datetime) else DbNow(delay),
+        "debounce_deadline": DbNow(options.max_wait) if options.max_wait else None,
+        # A run that is not due yet has no message: the coordinator hands it over in time.
+        "dispatch_id": dispatch_id,
+        "dispatched_at": None if _is_later(delay) else DbNow(),
+    }
+
+
+def _delay(call: Call, options: Options) -> datetime | float:
+    if call.run_after is not None:
+        return call.run_after
+    return min(options.debounce or 0.0, options.max_wait or float("inf"))
+
+
+def _is_later(delay: datetime | float) -> bool:
+    # This machine's clock only decides who sends the message; the claim asks the database's.
+    return delay > clock.utcnow() if isinstance(delay, datetime) else delay > 0
+
+
+# ---- on an active key whose newest payload wins
+
+
+def _renew(row: Any, call: Call, options: Options) -> Answer | None:
+    """Replace what waits, or ask for another run after the present one, by the job's policy."""
+    if row.status == Status.PENDING and not row.tried:
+        return _replace(row, call, options)
+    if options.on_conflict == "replace" and not options.debounce:
+        return Answer(kind=Kind.DUPLICATE, row=row)
+    if row.cancel_requested:  # the stop would drop what nobody has seen
+        return Answer(kind=Kind.BLOCKED, row=row)
+    kind = Kind.DEBOUNCED if options.debounce else Kind.RERUN
+    if (_is_free() and row.rerun_args == call.args) or _rerun(row, call):
+        return Answer(kind=kind, row=row)
+    return None
+
+
+def _is_free() -> bool:
+    """
+    Whether a call that changes nothing may leave the row unlocked.
+
+    Inside a caller's transaction it may not: the run that waits could start and end before his
+    commit, without seeing what he changed, and nobody would run afterwards.
+    """
+    return not connections[alias()].in_atomic_block
+
+
+def _replace(row: Any, call: Call, options: Options) -> Answer | None:
+    """
+    PENDING without an attempt in this generation → same, with new arguments.
+
+    Guarded by the version as read: a claim in between has read the old arguments. A debounced
+    row moves on to now + debounce, at most ``max_wait`` after the first call.
+    """
+    seen = jobs().filter(pk=row.pk, status=Status.PENDING, version=row.version)
+    if not options.debounce and row.args == call.args and call.run_after is None:
+        # What waits is this very call: nothing to write, at most the row to hold.
+        if _is_free() or seen.update(version=F("version") + 1):
+            return Answer(kind=Kind.DUPLICATE, row=row)
+        return None
+    probes.reach("replace.before")
+    drawn = new_dispatch_id()
+    changes = _payload(call, options, drawn)
+    for kept in ("enqueued_at", "debounce_deadline"):
+        del changes[kept]
+    if options.debounce:
+        due = row.db_now + timedelta(seconds=options.debounce)
+        changes |= {"run_after": min(due, row.debounce_deadline or due), **UNSENT}
+    if not seen.update(version=F("version") + 1, **changes):
+        return None
+    fresh = _row_of(call.key_hash) or row
+    if options.debounce:
+        return Answer(kind=Kind.DEBOUNCED, row=fresh)
+    return Answer(kind=Kind.REPLACED, row=fresh, sends=_sent(fresh, drawn))
+
+
+def _rerun(row: Any, call: Call) -> bool:
+    """
+    RUNNING, RETRYING, or PENDING with an attempt → same, and the call's arguments run next.
+
+    In one UPDATE with the test of the status, so that no wake-up is lost when the run ends at
+    this instant: then 0 rows match, and the caller reads again.
+    """
+    probes.reach("rerun.before")
+    seen = jobs().filter(
+        pk=row.pk, status__in=ACTIVE, generation=row.generation, cancel_requested=False
+    )
+    return bool(
+        seen.update(
+            rerun_args=call.args,
+            rerun_fingerprint=call.fingerprint,
+            rerun_name=call.name,
+            rerun_queue=call.queue,
+            version=F("version") + 1,
         )
     )

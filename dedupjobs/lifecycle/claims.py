@@ -60,6 +60,7 @@ def claim(
         )
         if not won:
             return None
+        probes.reach("claim.row_won")
         row = jobs().defer("result", "error", "rerun_args").get(pk=pk)
         delay = _seconds_between(max(row.run_after, row.enqueued_at), row.started_at)
         attempt = JobAttempt(
@@ -117,6 +118,7 @@ def _seconds_between(earlier: datetime, later: datetime | None) -> float | None:
 
 def begin(claim: Claim) -> bool:
     """Write that user code starts; False: the attempt has ended, so it must not start."""
+    probes.reach("begin.before")
     unbegun = attempts().filter(pk=claim.fence, outcome=None, began_at=None)
     return bool(unbegun.update(began_at=DbNow()))
 
@@ -148,6 +150,17 @@ def beat(fence: int, *, lease: float, progress: str | None = None, active: float
         if free:
             attempts().filter(pk=fence, outcome=None).update(**changes)
     return look(fence)
+
+
+def lock_open(fence: int) -> bool:
+    """Lock an attempt until the end of the caller's transaction; False: it has ended."""
+    return bool(attempts().select_for_update().filter(pk=fence, outcome=None).values_list("pk"))
+
+
+def renew(fence: int, *, lease: float) -> bool:
+    """Renew the lease inside the caller's transaction, whose lock keeps the beats out."""
+    mine = attempts().filter(pk=fence, outcome=None)
+    return bool(mine.update(lease_until=DbNow(lease), beat_at=DbNow()))
 
 
 def look(fence: int) -> Pulse:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from django.db.models import F
+from django.db.models.functions import Coalesce
 
+from dedupjobs import registry
 from dedupjobs.clock import DbNow
-from dedupjobs.lifecycle.rows import FRESH, UNASKED, UNSENT, Claim, jobs
-from dedupjobs.models import (
-    Status,
-)
+from dedupjobs.lifecycle.rows import FRESH, NO_RERUN, UNASKED, UNSENT, Claim, jobs
+from dedupjobs.models import Status
+from dedupjobs.registry import Options
 
 
 def leave(claim: Claim, to: Status, *, sets: dict[str, Any], **guards: Any) -> Status | None:
@@ -22,11 +23,13 @@ def leave(claim: Claim, to: Status, *, sets: dict[str, Any], **guards: Any) -> S
 def take_up(claim: Claim) -> Status | None:
     """A rerun waits: the job runs again in a new generation, with the newest arguments."""
     row = jobs().filter(pk=claim.job_pk, status=Status.RUNNING, attempts=claim.number)
-    taken = row.exclude(rerun_args=None).update(**rerun_sets())
+    taken = row.exclude(rerun_args=None).update(**rerun_sets(registry.options_of(claim.name)))
     return Status.PENDING if taken else None
 
 
-def rerun_sets() -> dict[str, Any]:
+def rerun_sets(options: Options) -> dict[str, Any]:
+    """Return what the take-up of a waiting rerun writes; a debounced job waits again."""
+    delay = min(options.debounce or 0.0, options.max_wait or float("inf"))
     # In this order: MySQL assigns from left to right and would copy a NULL otherwise.
     return {
         "status": Status.PENDING,
@@ -34,9 +37,11 @@ def rerun_sets() -> dict[str, Any]:
         "generation": F("generation") + 1,
         "args": F("rerun_args"),
         "fingerprint": F("rerun_fingerprint"),
-        "rerun_args": None,
-        "rerun_fingerprint": None,
-        "run_after": DbNow(),
+        "name": Coalesce(F("rerun_name"), F("name")),
+        "queue": Coalesce(F("rerun_queue"), F("queue")),
+        **NO_RERUN,
+        "run_after": DbNow(delay),
+        "debounce_deadline": DbNow(options.max_wait) if options.max_wait else None,
         "enqueued_at": DbNow(),
         "finished_at": None,
         "error": "",
@@ -70,8 +75,7 @@ def cancelled(claim: Claim, counted: dict[str, Any], **guards: Any) -> Status | 
         sets = {
             **counted,
             "error": words if not waits else f"cancelled on request; {words}",
-            "rerun_args": None,
-            "rerun_fingerprint": None,
+            **NO_RERUN,
             "finished_at": DbNow(),
             **UNASKED,
         }

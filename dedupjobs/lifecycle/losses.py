@@ -53,6 +53,7 @@ def reclaim(fence: int, *, beat_at: datetime, ahead_of: float | None, reason: st
 
 
 def _lose(fence: int, expired: Q, reason: str) -> Lost | None:
+    probes.reach("reclaim.before")
     with transaction.atomic(using=alias()):
         attempt = skip_locked(attempts().filter(expired, pk=fence, outcome=None)).first()
         if attempt is None:
@@ -65,8 +66,10 @@ def _lose(fence: int, expired: Q, reason: str) -> Lost | None:
         ended = attempts().filter(expired, pk=fence, outcome=None)
         if not ended.update(outcome=outcome, ended_at=DbNow(), reason=reason):
             return None
+        probes.reach("reclaim.between")
         status = _after_loss(claim_of(attempt, job), job, begun, reason)
         probes.reach("reclaim.uncommitted")
+    probes.reach("reclaim.committed")
     return Lost(
         job_pk=job.pk,
         key=job.key,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from django.db.models import F
 
+from dedupjobs import registry
 from dedupjobs.clock import DbNow
 from dedupjobs.lifecycle.leaving import rerun_sets
-from dedupjobs.lifecycle.rows import FRESH, UNSENT, jobs
+from dedupjobs.lifecycle.rows import FRESH, NO_RERUN, UNSENT, jobs
 from dedupjobs.models import (
     WAITING,
     Status,
@@ -20,8 +21,7 @@ def cancel(pk: int, version: int, reason: str = "cancelled by an operator") -> S
         done = seen.filter(status__in=(*WAITING, Status.HELD), rerun_args__isnull=not rerun).update(
             status=Status.CANCELLED,
             version=F("version") + 1,
-            rerun_args=None,
-            rerun_fingerprint=None,
+            **NO_RERUN,
             error=words,
             finished_at=DbNow(),
             **UNSENT,
@@ -43,8 +43,8 @@ def hold(pk: int, version: int, reason: str = "held by an operator") -> Status |
 
 
 def retry(pk: int, version: int) -> Status | None:
-    """DEAD, CANCELLED, RETRYING → PENDING now, same generation, fresh budgets."""
-    return _put_back(pk, version, (Status.DEAD, Status.CANCELLED, Status.RETRYING))
+    """DEAD, HELD, CANCELLED, RETRYING → PENDING now, same generation, fresh budgets."""
+    return _put_back(pk, version, (Status.DEAD, Status.HELD, Status.CANCELLED, Status.RETRYING))
 
 
 def unhold(pk: int, version: int) -> Status | None:
@@ -53,7 +53,8 @@ def unhold(pk: int, version: int) -> Status | None:
 
 
 def _put_back(pk: int, version: int, from_: tuple[Status, ...]) -> Status | None:
-    seen = jobs().filter(pk=pk, version=version, status__in=from_)
+    # A tombstone has no arguments to run with.
+    seen = jobs().filter(pk=pk, version=version, status__in=from_).exclude(args="")
     if seen.filter(rerun_args=None).update(
         status=Status.PENDING,
         version=F("version") + 1,
@@ -65,4 +66,9 @@ def _put_back(pk: int, version: int, from_: tuple[Status, ...]) -> Status | None
         **FRESH,
     ):
         return Status.PENDING
-    return Status.PENDING if seen.exclude(rerun_args=None).update(**rerun_sets()) else None
+    waiting = seen.exclude(rerun_args=None)
+    name = waiting.values_list("name", flat=True).first()
+    if name is None:
+        return None
+    taken = waiting.update(**rerun_sets(registry.options_of(name)))
+    return Status.PENDING if taken else None

@@ -18,6 +18,12 @@ from dedupjobs.models import (
 
 UNASKED: dict[str, Any] = {"cancel_requested": False, "hold_requested": False}
 UNSENT: dict[str, Any] = {"dispatch_id": None, "dispatched_at": None}
+NO_RERUN: dict[str, Any] = {
+    "rerun_args": None,
+    "rerun_fingerprint": None,
+    "rerun_name": None,
+    "rerun_queue": None,
+}
 FRESH: dict[str, Any] = {**UNASKED, "failures": 0, "lost_count": 0}
 
 
@@ -57,6 +63,11 @@ def jobs() -> QuerySet[ProcessedJob]:
 def attempts() -> QuerySet[JobAttempt]:
     """Return all attempts, from the database that decides."""
     return JobAttempt._base_manager.using(alias())
+
+
+def names() -> list[str]:
+    """Return the names of all jobs that have rows."""
+    return list(jobs().order_by("name").values_list("name", flat=True).distinct())
 
 
 def database_now() -> datetime:

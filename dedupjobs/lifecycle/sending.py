@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from django.db import transaction
 
-from dedupjobs import clock
+from dedupjobs import clock, probes
 from dedupjobs.clock import DbNow
 from dedupjobs.lifecycle.rows import UNSENT, alias, jobs, skip_locked
 from dedupjobs.models import WAITING
@@ -26,6 +26,7 @@ def mark_sent(pk: int, version: int, dispatch_id: str | None) -> str | None:
     ``dispatch_id`` is the one as read: of two senders, one wins. A row that somebody has locked
     is left for the next round, since a business transaction must not hold all others up.
     """
+    probes.reach("mark_sent.before")
     sent_as = new_dispatch_id()
     row = jobs().filter(pk=pk, version=version, status__in=WAITING, dispatch_id=dispatch_id)
     with transaction.atomic(using=alias()):
@@ -40,6 +41,7 @@ def mark_unsent(dispatch_ids: Sequence[str]) -> int:
 
     Locked rows are left alone: their messages count as lost once RESEND_AFTER has passed.
     """
+    probes.reach("mark_unsent.before")
     marked = 0
     for start in range(0, len(dispatch_ids), CHUNK):
         failed = jobs().filter(

@@ -301,3 +301,153 @@ def report_progress(*, tag: str, release: str) -> None:
 def swallow_shutdown(*, tag: str) -> None:
     """Go on whatever is raised into this function, within its time-out."""
     swallow_everything.func(tag=tag)
+
+
+# ---- policies
+
+
+@job(key="rerun:{tag}", unique_for=FOREVER, on_conflict="rerun", backoff=0.1, max_attempts=2)
+def rerun(*, tag: str, text: str = "", release: str = "", fails: int = 0) -> str:
+    note(tag, text)
+    while release and not Path(release).exists():
+        time.sleep(0.02)
+    if current_attempt().number <= fails:
+        raise ValueError(text)
+    return text
+
+
+@job(key="replace:{tag}", unique_for=None, on_conflict="replace")
+def replace(*, tag: str, text: str = "") -> str:
+    note(tag, text)
+    return text
+
+
+@job(key="debounce:{tag}", unique_for=None, debounce=0.4, max_wait=1.2)
+def debounced(*, tag: str, text: str = "") -> str:
+    note(tag, text)
+    return text
+
+
+def note_generation(*, tag: str, text: str = "") -> str:
+    """Note what ran, and in which generation."""
+    note(tag, f"{text}{current_attempt().job.generation}")
+    return text
+
+
+CONFLICTS: dict[str, dict[str, Any]] = {
+    "return": {},
+    "raise": {"on_conflict": "raise"},
+    "replace": {"on_conflict": "replace"},
+    "rerun": {"on_conflict": "rerun"},
+    "debounce": {"debounce": 60, "max_wait": 600},
+}
+WINDOWS = {"forever": FOREVER, "window": timedelta(hours=1), "active": None}
+
+MATRIX = {
+    (conflict, on_dead, window): job(
+        name=f"testapp.matrix_{conflict}_{on_dead}_{window}",
+        key="matrix:{tag}",
+        unique_for=unique_for,
+        on_dead=on_dead,
+        max_attempts=2,
+        **options,
+    )(note_generation)
+    for conflict, options in CONFLICTS.items()
+    for on_dead in ("reopen", "block")
+    for window, unique_for in WINDOWS.items()
+}
+"""A job for each policy; they have nothing but their function in common."""
+
+RACING = {
+    conflict: job(
+        name=f"testapp.racing_{conflict}",
+        key="{tag}",
+        namespace="racing",
+        unique_for=None,
+        on_mismatch="ignore",
+        **(options if conflict != "raise" else {"on_conflict": "raise"}),
+    )(note_generation)
+    for conflict, options in CONFLICTS.items()
+}
+"""Jobs whose policies differ, and whose keys are the same."""
+
+
+@job(key="last:{tag}", unique_for=None, on_conflict="rerun", backoff=0.1)
+def keep_last(*, tag: str, text: str = "") -> str:
+    note(tag, text)
+    return text
+
+
+@job(key="fragile:{tag}", unique_for=None, on_conflict="rerun", max_lost=1)
+def keep_last_fragile(*, tag: str, text: str = "") -> None:
+    """Die of the first loss."""
+    note(tag, text)
+
+
+@job(key="stays:{tag}", unique_for=None, on_conflict="rerun", max_lost=1, on_dead="block")
+def keep_last_blocking(*, tag: str, text: str = "") -> None:
+    """Die of the first loss, and stay dead until a person retries."""
+    note(tag, text)
+
+
+@job(key="person:{tag}", unique_for=None, on_conflict="rerun", on_lost="hold")
+def keep_last_careful(*, tag: str, text: str = "") -> None:
+    """Wait for a person after a loss."""
+    note(tag, text)
+
+
+@job(key="counts:{tag}", unique_for=None, on_conflict="rerun")
+def count_news(*, tag: str) -> None:
+    """Note how much there is in the ledger under "<tag>-news" now."""
+    note(tag, str(Ledger.objects.filter(tag=f"{tag}-news").count()))
+
+
+@job(key="patient:{tag}", unique_for=None, debounce=30, max_wait=60)
+def debounced_slowly(*, tag: str, text: str = "") -> None:
+    note(tag, text)
+
+
+@job(key="falsy:{tag}", unique_for=FOREVER)
+def give_falsy(*, tag: str, what: int) -> Any:
+    return FALSY[what]
+
+
+FALSY: tuple[Any, ...] = (0, 0.0, "", [], {}, None, False)
+
+
+@job(key="outlast:{tag}", unique_for=FOREVER, timeout=0.2, max_attempts=1)
+def outlast_timeout(*, tag: str) -> str:
+    """Run longer than the time-out."""
+    note(tag, "begin")
+    time.sleep(0.6)
+    note(tag, "end")
+    return "outlasted"
+
+
+@job(key="shut:{tag}", unique_for=None, debounce=1)
+def debounced_for_ever(*, tag: str, text: str = "") -> None:
+    """Each call puts it off; nothing bounds that."""
+    note(tag, text)
+
+
+@job(key="outer:{tag}", unique_for=FOREVER)
+def run_another(*, tag: str) -> Any:
+    """Run another job within this one."""
+    inner = record.run_now(tag=tag, text="inner").result()
+    note(tag, f"outer {current_attempt().number}")
+    return inner
+
+
+@job(key="ctrl-c:{tag}", unique_for=FOREVER)
+def interrupt_once(*, tag: str) -> None:
+    note(tag, str(current_attempt().number))
+    if current_attempt().number == 1:
+        raise KeyboardInterrupt
+
+
+@job(key="refused:{tag}", unique_for=FOREVER, max_attempts=1)
+def break_query(*, tag: str) -> None:
+    """Send what no database takes, without a savepoint."""
+    note(tag)
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT nonsense FROM nowhere")

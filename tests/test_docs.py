@@ -1,0 +1,29 @@
+"""Every block of the docs that shows a session is run."""
+
+from __future__ import annotations
+
+import doctest
+from pathlib import Path
+
+import pytest
+
+from dedupjobs import registry
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = [page for page in sorted(DOCS.glob("*.md")) if ">>> " in page.read_text()]
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_page_shows_what_really_happens(page: Path) -> None:
+    before = set(registry.names())
+    test = doctest.DocTestParser().get_doctest(
+        page.read_text().replace("```", ""), {"__name__": f"docs_{page.stem}"}, page.name, None, 0
+    )
+    report: list[str] = []
+    runner = doctest.DocTestRunner()
+    result = runner.run(test, out=report.append)
+    for name in set(registry.names()) - before:
+        registry.forget(name)
+    assert result.attempted > 0
+    assert result.failed == 0, "".join(report)
