@@ -13,6 +13,11 @@ from django.db import connection
 
 from tests.processes import Spawned
 
+# What asks no database runs once, with the first of them.
+PURE = ("backoff", "conf", "endings", "keys", "slots")
+if os.environ.get("DEDUPJOBS_TEST_DB", "sqlite") != "sqlite":
+    collect_ignore = [f"test_{name}.py" for name in PURE]
+
 SPAWNED = pytest.StashKey[list[Spawned]]()
 
 
