@@ -15,7 +15,7 @@ SETUP = os.environ.get("MULTIDB_SETUP", "replica")
 HOME = os.environ.get("MULTIDB_HOME", "")
 OTHER = {"replica": "replica", "own": "jobs"}[SETUP]
 
-DEDUPJOBS = {"PUSH_TIMEOUT": 10}  # the machine may be busy
+DEDUPJOBS = {"PUSH_TIMEOUT": 10, "LOCK_TIMEOUT": 10}  # the machine may be busy
 
 
 def _sqlite(name: str) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def impatient() -> None:
 def _patient(request: pytest.FixtureRequest, settings: Any) -> Iterator[None]:
     """Let a busy machine take its time with each count, except in tests of the budget."""
     if "impatient" not in request.fixturenames:
-        settings.DEDUPJOBS = {"PUSH_TIMEOUT": 30}
+        settings.DEDUPJOBS = {"PUSH_TIMEOUT": 30, "LOCK_TIMEOUT": 30}
     _forget_clients()
     yield
     _forget_clients()
@@ -409,7 +409,7 @@ def test_fold_whose_last_word_to_redis_failed_counts_nothing_twice(valkey: Valke
     assert counts() == {("record", "producer"): 4}
 
 
-@override_settings(DEDUPJOBS={"FOLD_EVERY": 0.001, "PUSH_TIMEOUT": 30})
+@override_settings(DEDUPJOBS={"FOLD_EVERY": 0.001, "PUSH_TIMEOUT": 30, "LOCK_TIMEOUT": 30})
 def test_coordinator_folds_as_often_as_it_is_told() -> None:
     coordinator = Coordinator()
     for number in (1, 2):

@@ -54,10 +54,12 @@ ACTIONS: dict[str, Callable[..., Status]] = {
 @pytest.fixture(autouse=True)
 def _patient(settings: Any) -> Iterator[None]:
     """Let a busy machine take its time with each push."""
-    settings.DEDUPJOBS = {"PUSH_TIMEOUT": 30}
+    settings.DEDUPJOBS = {"PUSH_TIMEOUT": 30, "LOCK_TIMEOUT": 30}
     dispatch.forget_clients()
+    locks.forget_clients()
     yield
     dispatch.forget_clients()
+    locks.forget_clients()
 
 
 # ---- specimens

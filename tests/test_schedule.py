@@ -17,7 +17,7 @@ from django.core.management import CommandError, call_command
 from django.db import OperationalError
 from django.test import override_settings
 
-from dedupjobs import FOREVER, clock, dispatch, keys, lifecycle, probes, registry, signals
+from dedupjobs import FOREVER, clock, dispatch, keys, lifecycle, locks, probes, registry, signals
 from dedupjobs import job as register
 from dedupjobs import schedule as schedule_module
 from dedupjobs.coordinator import Coordinator
@@ -39,10 +39,12 @@ MINUTE = timedelta(minutes=1)
 @pytest.fixture(autouse=True)
 def _patient(settings: Any) -> Iterator[None]:
     """Let a busy machine take its time with each push."""
-    settings.DEDUPJOBS = {"PUSH_TIMEOUT": 30}
+    settings.DEDUPJOBS = {"PUSH_TIMEOUT": 30, "LOCK_TIMEOUT": 30}
     dispatch.forget_clients()
+    locks.forget_clients()
     yield
     dispatch.forget_clients()
+    locks.forget_clients()
 
 
 @contextmanager
