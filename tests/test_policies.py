@@ -84,6 +84,11 @@ RUNNING            | return                  | DUPLICATE          nothing -     
                    | rerun                   | RERUN              asked   A2    | RERUN              asked   B2
                    | debounce                | DEBOUNCED          asked   A2    | DEBOUNCED          asked   B2
 
+RUNNING stopping   | return                  | DUPLICATE          nothing -     | Mismatch DUPLICATE nothing -
+                   | raise                   | Conflict DUPLICATE nothing -     | Mismatch DUPLICATE nothing -
+                   | replace                 | DUPLICATE          nothing -     | DUPLICATE          nothing -
+                   | rerun debounce          | BLOCKED            nothing -     | BLOCKED            nothing -
+
 RETRYING           | return                  | DUPLICATE          nothing A1    | Mismatch DUPLICATE nothing A1
                    | raise                   | Conflict DUPLICATE nothing A1    | Mismatch DUPLICATE nothing A1
                    | replace                 | DUPLICATE          nothing A1    | DUPLICATE          nothing A1
@@ -195,6 +200,12 @@ def _tried(row: ProcessedJob) -> None:
     lifecycle.interrupt(claimed(row), on_lost="retry")
 
 
+def _stopping(row: ProcessedJob) -> Claim:
+    claim = claimed(row)
+    assert lifecycle.cancel(row.pk, job_row(row).version) == Status.RUNNING
+    return claim
+
+
 def _retrying(row: ProcessedJob) -> None:
     lifecycle.fail(claimed(row), after=0, note=BROKEN)
 
@@ -241,6 +252,7 @@ _MAKERS: dict[str, Callable[[ProcessedJob], Claim | None]] = {
     "PENDING again": _again,
     "PENDING tried": _tried,
     "RUNNING": claimed,
+    "RUNNING stopping": _stopping,
     "RETRYING": _retrying,
     "SUCCEEDED window": _succeeded(unique_until=DbNow(60)),
     "SUCCEEDED over": _succeeded(unique_until=DbNow(-0.1)),
@@ -807,8 +819,8 @@ def play(specimen: Job[..., Any], calls: int) -> list[tuple[int, Kind]]:
             answers.append((number, kind))
     finally:
         over.set()
-    for worker in workers:
-        worker.result(PATIENCE)
+        for worker in workers:
+            worker.result(PATIENCE)
     drive()
     return answers
 

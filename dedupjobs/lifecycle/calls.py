@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from django.db import OperationalError, connections, transaction
 from django.db.models import Exists, F, OuterRef
@@ -18,6 +19,8 @@ from dedupjobs.lifecycle.rows import FRESH, NO_RERUN, UNSENT, alias, attempts, j
 from dedupjobs.lifecycle.sending import new_dispatch_id
 from dedupjobs.models import ACTIVE, Kind, ProcessedJob, Status
 from dedupjobs.registry import Call, Options
+
+T = TypeVar("T")
 
 LOOPS = 10  # read → insert or change; each loop means that somebody else moved the row
 DEADLOCKS = ((1213,), (1205,))  # as MySQL numbers a deadlock and a lock wait time-out
@@ -54,7 +57,7 @@ def enqueue(call: Call, *, options: Options, holds: bool) -> Answer:
             if made is not None:
                 return _new(made)
             continue
-        answer = _answer(row, call, options, holds)
+        answer = _or_read_again(partial(_answer, row, call, options, holds), None)
         if answer is not None:
             return answer
     raise DedupJobsError(
@@ -173,18 +176,27 @@ def _insert(calls: Sequence[Call], options: Options) -> dict[str, ProcessedJob]:
         )
         for call in calls
     ]
+    return _or_read_again(lambda: _inserted(rows, drawn), {})
+
+
+def _or_read_again(write: Callable[[], T], missed: T) -> T:
+    """
+    Return what ``write`` does, or ``missed`` if MariaDB has ended it to resolve a deadlock.
+
+    Inside a caller's transaction all of his work is rolled back then, and he is told so.
+    """
     try:
-        return _inserted(rows, drawn)
+        return write()
     except OperationalError as error:
         if error.args[:1] not in DEADLOCKS:
             raise
         connection = connections[alias()]
         if not connection.in_atomic_block:
-            return {}  # the caller reads again
+            return missed
         connection.needs_rollback = True  # the server has rolled all of it back
         raise DedupJobsError(
-            "The database has rolled this transaction back, because another one that wanted the "
-            "same key was rolled back (a deadlock). Repeat the transaction."
+            "The database has rolled this transaction back, because it and another one that "
+            "wanted the same key waited for each other (a deadlock). Repeat the transaction."
         ) from error
 
 
