@@ -89,12 +89,16 @@ def _savepoint(borrowed: bool) -> Iterator[None]:
     if not borrowed:
         yield
         return
-    savepoint = transaction.savepoint(using=lifecycle.alias())
-    try:
-        yield
-    except DatabaseError:
-        transaction.savepoint_rollback(savepoint, using=lifecycle.alias())
-        raise
+    raised: BaseException | None = None
+    with transaction.atomic(using=lifecycle.alias()):
+        try:
+            yield
+        except DatabaseError:
+            raise
+        except BaseException as other:
+            raised = other  # what the function wrote before stays, as it would elsewhere
+    if raised is not None:
+        raise raised
 
 
 def _bound(job: Job[..., Any], claim: Claim) -> inspect.BoundArguments | Parked:
