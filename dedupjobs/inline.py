@@ -30,5 +30,5 @@ def run_now(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if outcome.created:
         row = outcome.job
         runner.deliver(row.pk, row.generation, owner=clock.token())
-        outcome = replace(outcome, job=lifecycle.jobs().get(pk=row.pk))
+        outcome = replace(outcome, job=lifecycle.jobs().filter(pk=row.pk).first() or row)
     return outcome

@@ -27,8 +27,13 @@ class Pruned:
 
 
 def prunable(name: str, *, older_than: float) -> QuerySet[ProcessedJob]:
-    """Return final rows of a job that ended more than ``older_than`` seconds ago, oldest first."""
-    final = jobs().filter(name=name, status__in=FINAL, finished_at__lt=DbNow(-older_than))
+    """
+    Return final rows of a job that ended more than ``older_than`` seconds ago, oldest first.
+
+    Not a dead one that keeps an accepted rerun for the operator's retry.
+    """
+    ended = jobs().filter(name=name, status__in=FINAL, finished_at__lt=DbNow(-older_than))
+    final = ended.filter(rerun_args=None)
     return final.exclude(args="").order_by("finished_at", "pk")
 
 
