@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ONCE ?=
+SEEDS ?= 5000
+JOBS ?= 1
 ARGS ?=
 SECONDS ?= 120
 
@@ -13,7 +15,7 @@ ON_MARIADB := $(patsubst %,tests/test_%.py,policies enqueue_many outcome run_now
   schedule ledger operations retention multidb admin docs policy_checks exhaustive fencing)
 PYTEST := $(BIN)/python -m pytest -n 2
 
-.PHONY: help demo test verify mariadb exhaustive check lint types layers migrations format bench wheel clean
+.PHONY: help demo test simulate mutants verify mariadb exhaustive check lint types layers migrations format bench wheel clean
 
 help: ## List these commands
 	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -26,8 +28,8 @@ demo: $(VENV)/.demo ## Run the sample shop under fire; ONCE=1 ends after the res
 	ONCE=$(ONCE) $(BIN)/python -m project.demo
 
 test: $(VENV)/.test ## Run the suite on SQLite, then on PostgreSQL
-	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) $(PROOFS:%=--ignore=%) $(ARGS)
-	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) $(PROOFS:%=--ignore=%) $(ARGS)
+	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) $(PROOFS:%=--ignore=%) --ignore=tests/simulation $(ARGS)
+	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) $(PROOFS:%=--ignore=%) --ignore=tests/simulation $(ARGS)
 
 mariadb: $(VENV)/.test ## Run what depends on the database on MariaDB, which the machine must have
 	DEDUPJOBS_TEST_DB=mariadb $(PYTEST) $(ON_MARIADB) $(ARGS)
@@ -38,6 +40,12 @@ verify: $(VENV)/.test ## Run the larger proofs: model against code, fences, a mo
 
 exhaustive: $(VENV)/.test ## Explore every interleaving of one key; SECONDS=..., ARGS=--mutants
 	$(BIN)/python -m tests.exhaustive --seconds $(SECONDS) $(ARGS)
+
+simulate: $(VENV)/.test ## Run SEEDS=5000 seeds of the simulation on JOBS=1 cores
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --jobs $(JOBS) $(ARGS)
+
+mutants: $(VENV)/.test ## Break the protocol in small ways; the simulation must see each
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 check: lint types layers migrations ## Run lint, types, layers and migrations, which are commands too
 

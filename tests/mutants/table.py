@@ -1,0 +1,493 @@
+"""
+Small wrongs in the protocol, as textual replacements that fail loudly once the code has moved.
+
+Each drops one guard or swaps one order of DESIGN §3, and each must be caught by the simulation
+within SEEDS seeds, or by the test that it names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SEEDS = 1_000
+
+Change = tuple[str, str, str]  # file below dedupjobs/, what stands there once, what shall
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """``by``: the invariant that is expected to catch it."""
+
+    name: str
+    by: str
+    changes: tuple[Change, ...]
+
+
+CALLS, CLAIMS = "lifecycle/calls.py", "lifecycle/claims.py"
+LEAVING, LOSSES = "lifecycle/leaving.py", "lifecycle/losses.py"
+OPERATORS, SETTLING = "lifecycle/operators.py", "lifecycle/settling.py"
+
+ALL = [
+    # ---- enqueue, replace, rerun, reopen
+    Mutant(
+        "the unique constraint is gone",
+        "I1",
+        (
+            (
+                "models.py",
+                '_("key hash"), max_length=64, unique=True)',
+                '_("key hash"), max_length=64)',
+            ),
+        ),
+    ),
+    Mutant(
+        "an insert that lost the race is answered as CREATED",
+        "I2",
+        (
+            (
+                CALLS,
+                "for row in mine if row.dispatch_id == drawn[row.key_hash]}",
+                "for row in mine}",
+            ),
+        ),
+    ),
+    Mutant(
+        "reopened from a version that has moved on",
+        "I9",
+        (
+            (
+                CALLS,
+                ".filter(pk=row.pk, status=row.status, version=row.version)",
+                ".filter(pk=row.pk)",
+            ),
+        ),
+    ),
+    Mutant(
+        "reopened while its success holds the key",
+        "I1",
+        ((CALLS, "and holds and not over:", "and holds and over:"),),
+    ),
+    Mutant(
+        "a dead key under on_dead=block is reopened",
+        "I9",
+        ((CALLS, '(row.status == Status.DEAD and options.on_dead == "block")', "False"),),
+    ),
+    Mutant(
+        "the generation grows when a DEAD key is called again",
+        "I12",
+        ((CALLS, 'generation=F("generation") + int(grows)', 'generation=F("generation") + 1'),),
+    ),
+    Mutant(
+        "other work goes on in the generation of a DEAD key",
+        "I12",
+        ((CALLS, "or (other and row.attempts > 0)", "or (other and False)"),),
+    ),
+    Mutant(
+        "reopened with the used budgets",
+        "I6",
+        ((CALLS, "            **FRESH,\n            **_payload", "            **_payload"),),
+    ),
+    Mutant(
+        "replaced after an attempt",
+        "I11",
+        (
+            (
+                CALLS,
+                "if row.status == Status.PENDING and not row.tried:",
+                "if row.status == Status.PENDING:",
+            ),
+        ),
+    ),
+    Mutant(
+        "replaced although a claim came in between",
+        "I11",
+        (
+            (
+                CALLS,
+                "jobs().filter(pk=row.pk, status=Status.PENDING, version=row.version)",
+                "jobs().filter(pk=row.pk)",
+            ),
+        ),
+    ),
+    Mutant(
+        "a rerun is noted on a row that has just ended",
+        "I9",
+        (
+            (
+                CALLS,
+                "filter(pk=row.pk, status__in=ACTIVE, generation=row.generation)",
+                "filter(pk=row.pk)",
+            ),
+        ),
+    ),
+    Mutant(
+        "published before the commit",
+        "I2",
+        (
+            (
+                "dispatch.py",
+                "transaction.on_commit(push_deliveries, using=lifecycle.alias(), robust=True)",
+                "push_deliveries()",
+            ),
+        ),
+    ),
+    # ---- claim
+    Mutant(
+        "claimed from RUNNING",
+        "I3",
+        (
+            (
+                CLAIMS,
+                "                status__in=WAITING,\n",
+                '                status__in=(*WAITING, "RUNNING"),\n',
+            ),
+        ),
+    ),
+    Mutant(
+        "claimed before run_after",
+        "I9",
+        ((CLAIMS, "                run_after__lte=DbNow(),\n", ""),),
+    ),
+    Mutant(
+        "claimed by a message of an older generation",
+        "I9",
+        (
+            (
+                CLAIMS,
+                "                generation=generation,\n                run",
+                "                run",
+            ),
+        ),
+    ),
+    Mutant(
+        "arguments are read before the claim",
+        "I11",
+        (
+            (
+                CLAIMS,
+                '    probes.reach("claim.before")\n',
+                '    early = jobs().filter(pk=pk).first()\n    probes.reach("claim.before")\n',
+            ),
+            (
+                CLAIMS,
+                "    return claim_of(attempt, row)\n\n\ndef claimed_by",
+                "    row.args = early.args\n    return claim_of(attempt, row)\n\n\ndef claimed_by",
+            ),
+        ),
+    ),
+    Mutant(
+        "the lease comes from the worker's clock",
+        "I3",
+        (
+            (
+                CLAIMS,
+                "lease_until=DbNow(registry.options_of(row.name).lease),",
+                "lease_until=clock.utcnow()\n"
+                "            + timedelta(seconds=registry.options_of(row.name).lease),",
+            ),
+            (
+                CLAIMS,
+                "from datetime import datetime\n",
+                "from datetime import datetime, timedelta\n",
+            ),
+            (
+                CLAIMS,
+                "from dedupjobs import probes, registry",
+                "from dedupjobs import clock, probes, registry",
+            ),
+        ),
+    ),
+    Mutant(
+        "a claim without a reply is not looked up",
+        "I3",
+        (
+            (
+                "runner.py",
+                "if not first and (found := lifecycle.claimed_by(owner)):",
+                "if False and (found := lifecycle.claimed_by(owner)):",
+            ),
+        ),
+    ),
+    # ---- endings
+    Mutant(
+        "an ending moves a job that is not RUNNING by its attempt",
+        "I6",
+        (
+            (
+                SETTLING,
+                "filter(pk=claim.fence, outcome=None, **guards)",
+                "filter(pk=claim.fence, **guards)",
+            ),
+            (LEAVING, "status=Status.RUNNING, attempts=claim.number, **guards)", "**guards)"),
+        ),
+    ),
+    Mutant(
+        "a success forgets the waiting rerun",
+        "I2",
+        (
+            (
+                SETTLING,
+                '            rerun_args=None,\n            sets={\n                "result"',
+                '            sets={\n                "result"',
+            ),
+        ),
+    ),
+    Mutant(
+        "giving up forgets the waiting rerun",
+        "I2",
+        (
+            (
+                LEAVING,
+                'if on_dead == "block":\n        return leave(claim',
+                "if on_dead:\n        return leave(claim",
+            ),
+        ),
+    ),
+    Mutant(
+        "a taken up rerun runs in the old generation",
+        "I9",
+        ((LEAVING, '        "generation": F("generation") + 1,\n', ""),),
+    ),
+    Mutant(
+        "a taken up rerun has the used budgets",
+        "I6",
+        (
+            (
+                LEAVING,
+                "        **UNSENT,\n        **FRESH,\n    }\n\n\ndef die",
+                "        **UNSENT,\n    }\n\n\ndef die",
+            ),
+        ),
+    ),
+    Mutant(
+        "a failure is not counted",
+        "I6",
+        ((SETTLING, 'counted = {"failures": F("failures") + 1, "error"', 'counted = {"error"'),),
+    ),
+    Mutant(
+        "a failure ignores a waiting request",
+        "I9",
+        (
+            (
+                SETTLING,
+                "leave(claim, Status.RETRYING, **UNASKED, sets=sets) or obey(claim, counted)",
+                "leave(claim, Status.RETRYING, sets=sets)",
+            ),
+        ),
+    ),
+    Mutant(
+        "an interruption ignores on_lost=hold",
+        "I9",
+        ((SETTLING, 'if on_lost == "hold" and claim.began:', "if False:"),),
+    ),
+    Mutant(
+        "an ending without a reply is settled again unread",
+        "I6",
+        (
+            (
+                "runner.py",
+                "if not first and lifecycle.outcome_of(claim.fence) is not None:",
+                "if False:",
+            ),
+        ),
+    ),
+    Mutant(
+        "an atomic job's COMMIT without a reply counts as done",
+        "I",
+        (
+            (
+                "runner.py",
+                "    if outcome == AttemptOutcome.SUCCEEDED:\n"
+                '        return Succeeded(result="null"), lifecycle.NO_NOTE, True\n',
+                "    if isinstance(error, CONNECTION_ERRORS):\n"
+                '        return Succeeded(result="null"), lifecycle.NO_NOTE, True\n',
+            ),
+        ),
+    ),
+    Mutant(
+        "complete() is repeated without its effect",
+        "I1",
+        (
+            (
+                "runner.py",
+                "    if isinstance(ending, Succeeded):  # it returned",
+                "    if False:  # it returned",
+            ),
+        ),
+    ),
+    Mutant(
+        "effect and success in two transactions",
+        "I1",
+        (
+            (
+                "runner.py",
+                "            if isinstance(ending, Succeeded):\n"
+                "                status = settle(claim, ending, note, job)\n"
+                "            if status is None:\n"
+                "                raise _UndoError\n"
+                "        return ending, status\n",
+                "            if not isinstance(ending, Succeeded):\n"
+                "                raise _UndoError\n"
+                "        return ending, settle(claim, ending, note, job)\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "fenced writes without the fence",
+        "a stale attempt",
+        (
+            ("context.py", "if not lifecycle.lock_open(self.fence):", "if False:"),
+            ("context.py", "if not lifecycle.renew(self.fence, lease=lease):", "if False:"),
+        ),
+    ),
+    # ---- reclaim
+    Mutant(
+        "reclaim trusts its earlier look at the lease",
+        "I3",
+        (
+            (
+                LOSSES,
+                "return _lose(fence, Q(beat_at=beat_at) & expired, reason)",
+                "return _lose(fence, Q(), reason)",
+            ),
+        ),
+    ),
+    Mutant(
+        "reclaim takes an attempt that has ended",
+        "I6",
+        (
+            (
+                LOSSES,
+                "attempts().filter(expired, pk=fence, outcome=None)).first()",
+                "attempts().filter(expired, pk=fence)).first()",
+            ),
+            (
+                LOSSES,
+                "ended = attempts().filter(expired, pk=fence, outcome=None)",
+                "ended = attempts().filter(expired, pk=fence)",
+            ),
+        ),
+    ),
+    Mutant(
+        "one witness is enough",
+        "I3",
+        (
+            (
+                "coordinator.py",
+                "self.overdue > 0 and self.still >= self.lease / 3",
+                "self.overdue > 0",
+            ),
+        ),
+    ),
+    Mutant(
+        "a clock set back keeps the dead",
+        "I5",
+        (("coordinator.py", "self.overdue < -self.lease and self.still >= self.lease", "False"),),
+    ),
+    Mutant(
+        "a loss is not counted",
+        "I6",
+        ((LOSSES, '        counted["lost_count"] = F("lost_count") + 1', "        pass"),),
+    ),
+    Mutant(
+        "a loss ignores max_lost",
+        "I6",
+        ((LOSSES, "job.lost_count + 1 >= options.max_lost", "False"),),
+    ),
+    Mutant(
+        "a loss ignores on_lost=hold",
+        "I9",
+        ((LOSSES, 'if begun and options.on_lost == "hold":', "if False:"),),
+    ),
+    Mutant(
+        "a loss ignores a waiting cancel",
+        "I9",
+        ((LOSSES, "    if job.cancel_requested:", "    if False:"),),
+    ),
+    # ---- messages
+    Mutant(
+        "EXISTS proves a queued message",
+        "I5",
+        (
+            (
+                "coordinator.py",
+                "                if row.dispatch_id not in in_hands\n",
+                "                if not dispatch._producer(queue).client.exists(\n"
+                '                    f"rq:job:{row.dispatch_id}"\n'
+                "                )\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "lost messages are not sent again",
+        "I5",
+        (("coordinator.py", "+ (self.resend_lost(queue) if sweep else 0)", "+ 0"),),
+    ),
+    Mutant(
+        "a sweep goes on where the last one stopped",
+        "I5",
+        (
+            (
+                "coordinator.py",
+                "    last = 0\n    while True:\n",
+                "    last = globals().setdefault('_last', 0)\n    while True:\n",
+            ),
+            (
+                "coordinator.py",
+                "        last = rows[-1].pk\n",
+                "        last = globals()['_last'] = rows[-1].pk\n",
+            ),
+        ),
+    ),
+    # ---- retention
+    Mutant(
+        "a row that holds its key is pruned",
+        "I1",
+        (
+            (
+                "lifecycle/retention.py",
+                "kept = chosen.filter(held(name)).update(",
+                "kept = chosen.none().update(",
+            ),
+        ),
+    ),
+    # ---- lock and operators
+    Mutant(
+        "the lock is released without its token",
+        "I8",
+        (
+            (
+                "locks.py",
+                "            _mine(pk, owner, 1).release()\n",
+                "            _client().delete(_lock(pk, 1).name)\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "an operator's retry ignores the version",
+        "I2",
+        (
+            (
+                OPERATORS,
+                "filter(pk=pk, version=version, status__in=from_)",
+                "filter(pk=pk, status__in=from_)",
+            ),
+        ),
+    ),
+    Mutant(
+        "an operator's cancel ignores the version",
+        "I2",
+        (
+            (
+                OPERATORS,
+                "    seen = jobs().filter(pk=pk, version=version)\n    for rerun",
+                "    seen = jobs().filter(pk=pk)\n    for rerun",
+            ),
+        ),
+    ),
+    Mutant(
+        "an operator's retry forgets the waiting rerun",
+        "I9",
+        ((OPERATORS, "    if seen.filter(rerun_args=None).update(", "    if seen.update("),),
+    ),
+]

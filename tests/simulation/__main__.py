@@ -1,0 +1,61 @@
+"""
+Run seeds: ``python -m tests.simulation --seeds 5000 --jobs 2`` (``make simulate SEEDS=5000``).
+
+The corpus comes first. Of a failure it prints seed, faults and the end of the trace, makes it
+smaller, adds it to corpus.json, and exits with 1. ``--show SEED`` prints the trace of one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from tests.simulation.prepare import prepare
+from tests.simulation.seeds import keep, run_all
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000)
+    parser.add_argument("--from", type=int, default=0, dest="first", metavar="SEED")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--stop", action="store_true", help="end with the first failure, as it is")
+    parser.add_argument(
+        "--keep", metavar="FILE", help="with --stop: make it smaller, keep it there"
+    )
+    parser.add_argument("--digests", action="store_true", help="print each run's hash")
+    parser.add_argument("--show", type=int, metavar="SEED")
+    options = parser.parse_args()
+    if options.show is not None:
+        prepare()
+        return _show(options.show)
+    seeds = range(options.first, options.first + options.seeds)
+    failed = steps = runs = 0
+    spent, begun = 0.0, time.monotonic()
+    for seed, taken, digest, seconds in run_all(seeds, options.jobs, options.stop):
+        runs, steps, spent = runs + 1, steps + abs(taken), spent + seconds
+        failed += taken < 0
+        if options.digests:
+            print(seed, digest)
+        if failed and options.stop:
+            if options.keep:
+                keep(seed, options.keep)
+            break
+    print(
+        f"{runs} runs in {time.monotonic() - begun:.0f} s, {failed} failed; "
+        f"{runs / max(spent, 0.001):.0f} runs per second of one core, {steps // runs} steps each"
+    )
+    return 1 if failed else 0
+
+
+def _show(seed: int) -> int:
+    from tests.simulation.run import Plan, run
+
+    result = run(Plan.of(seed))
+    print(result.text(len(result.trace)))
+    return 1 if result.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
