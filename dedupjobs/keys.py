@@ -53,7 +53,8 @@ class NotKept:
 
 def encode(values: Mapping[str, Any]) -> str:
     """Return the arguments as JSON text; ArgumentError names the first that does not fit."""
-    return _dump({name: _flat(value, name, exact=True) for name, value in values.items()})
+    plain = {name: _flat(value, name, exact=True) for name, value in values.items()}
+    return _dump(_marked(plain))
 
 
 def encode_value(value: Any) -> str:
@@ -165,7 +166,11 @@ def _plain_dict(value: dict[Any, Any], name: str, *, exact: bool) -> Any:
                 f"{name}: dict key {key!r} is no string; JSON would change its type"
             )
         _text(key, name)
-    plain = {k: _plain(v, f"{name}[{k!r}]", exact=exact) for k, v in value.items()}
+    return _marked({k: _plain(v, f"{name}[{k!r}]", exact=exact) for k, v in value.items()})
+
+
+def _marked(plain: dict[str, Any]) -> dict[str, Any]:
+    """Return ``plain``, in a "dict" wrapper if it looks like our notation."""
     return {TAG: "dict", "v": plain} if TAG in plain else plain
 
 

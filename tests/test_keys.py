@@ -124,10 +124,13 @@ def test_arguments_come_back_equal_and_of_the_same_types(arguments: dict[str, An
         {"$": 1},
         {"$": "unknown"},
         {"$": None, "v": 1},
+        {"$": []},
+        {"$": {"$": "decimal", "v": "1"}},
     ],
     ids=str,
 )
 def test_dict_from_outside_that_looks_like_our_notation_stays_a_dict(value: Any) -> None:
+    assert show(keys.decode(keys.encode(value))) == show(value)
     assert show(keys.decode(keys.encode({"a": value}))["a"]) == show(value)
     assert show(keys.decode(keys.encode_value([value]))) == show([value])
 
