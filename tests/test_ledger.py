@@ -215,6 +215,7 @@ def test_sample_of_a_row_that_is_gone_is_left_out_and_its_count_stays() -> None:
 # ---- a hot key
 
 
+@pytest.mark.large
 def test_hot_key_costs_each_call_one_read_and_the_fold_brings_all() -> None:
     row = jobs.record.enqueue(tag="hot").job
     before = ProcessedJob.objects.filter(pk=row.pk).values().get()
