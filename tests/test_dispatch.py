@@ -47,7 +47,7 @@ def proxy(server: Valkey) -> Iterator[Proxy]:
         client.flushall()
     with (
         Proxy(server.port) as made,
-        faults.changed(**faults.redis_at(f"redis://{HOST}:{made.port}")),
+        faults.changed(DEDUPJOBS={}, **faults.redis_at(f"redis://{HOST}:{made.port}")),
     ):
         yield made
 

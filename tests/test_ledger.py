@@ -43,8 +43,8 @@ def impatient() -> None:
 @pytest.fixture(autouse=True)
 def _patient(request: pytest.FixtureRequest, settings: Any) -> Iterator[None]:
     """Let a busy machine take its time with each count, except in tests of the budget."""
-    if "impatient" not in request.fixturenames:
-        settings.DEDUPJOBS = {"PUSH_TIMEOUT": 30, "LOCK_TIMEOUT": 30}
+    impatient = "impatient" in request.fixturenames
+    settings.DEDUPJOBS = {} if impatient else {"PUSH_TIMEOUT": 30, "LOCK_TIMEOUT": 30}
     _forget_clients()
     yield
     _forget_clients()
