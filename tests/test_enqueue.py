@@ -45,6 +45,7 @@ from tests.rows import (
     race,
     snapshot,
     statements,
+    tables_missing,
     until_blocked,
 )
 from tests.servers import free_port
@@ -374,7 +375,7 @@ def test_reopen_of_a_row_that_has_moved_since_it_was_read_looks_again(
     def move() -> None:
         Side(alter, row, **columns).result()
 
-    with before_sql("UPDATE", '"dedupjobs_processedjob"', action=move):
+    with before_sql("UPDATE dedupjobs_processedjob", action=move):
         outcome = jobs.record.enqueue(tag="a")
     assert (outcome.kind, outcome.job.generation) == (kind, generation)
 
@@ -397,7 +398,7 @@ def test_reopen_against_another_call_that_reopens_first_is_a_duplicate(
     def reopen_first() -> None:
         others.append(Side(jobs.record.enqueue, tag="a").result())
 
-    with before_sql("UPDATE", '"dedupjobs_processedjob"', action=reopen_first):
+    with before_sql("UPDATE dedupjobs_processedjob", action=reopen_first):
         outcome = jobs.record.enqueue(tag="a")
     assert (others[0].kind, outcome.kind) == (Kind.CREATED, Kind.DUPLICATE)
 
@@ -461,7 +462,7 @@ def test_call_that_loses_the_insert_inside_a_transaction_leaves_it_usable(
         if connection.vendor == "sqlite":
             outcome = jobs.record.enqueue(tag="a")
         else:
-            with before_sql("INSERT", '"dedupjobs_processedjob"', action=insert_first):
+            with before_sql("INSERT", "dedupjobs_processedjob", action=insert_first):
                 outcome = jobs.record.enqueue(tag="a")
         Ledger.objects.create(tag="after")
     assert outcome.kind is Kind.DUPLICATE
@@ -849,9 +850,11 @@ def test_job_on_a_queue_that_does_not_exist_is_refused_with_those_that_do() -> N
 
 
 def test_call_before_the_tables_are_migrated_says_what_to_run() -> None:
-    with connection.cursor() as cursor:
-        cursor.execute("ALTER TABLE dedupjobs_processedjob RENAME TO gone")
-    with pytest.raises(NotMigrated, match=r"manage\.py migrate"), transaction.atomic():
+    with (
+        tables_missing(),
+        pytest.raises(NotMigrated, match=r"manage\.py migrate"),
+        transaction.atomic(),
+    ):
         jobs.record.enqueue(tag="a")
 
 

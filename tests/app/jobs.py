@@ -205,6 +205,9 @@ def wait_carefully(*, tag: str, release: str) -> None:
     wait.func(tag=tag, release=release)
 
 
+SLEEP = {"postgresql": "PG_SLEEP", "mysql": "SLEEP"}
+
+
 @job(key="hang:{tag}", unique_for=FOREVER, timeout=0.5, max_attempts=1)
 def hang(*, tag: str, how: str) -> None:
     """Run into the time-out: in Python, in code that swallows, in SQL, or out of its reach."""
@@ -219,7 +222,7 @@ def hang(*, tag: str, how: str) -> None:
                 continue
     elif how == "sql":
         with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_sleep(60)")
+            cursor.execute(f"SELECT {SLEEP[connection.vendor]}(60)")
     elif how == "signals masked":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM, signal.SIGTERM})
         time.sleep(60)
