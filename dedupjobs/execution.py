@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from django.db import DatabaseError, connections, transaction
@@ -42,6 +42,8 @@ from dedupjobs.exceptions import (
 from dedupjobs.heartbeat import Heart
 from dedupjobs.lifecycle import Claim, Note
 from dedupjobs.registry import Job, Options
+
+CANCEL_SECONDS = 1
 
 _NOTHING: Any = object()
 
@@ -122,13 +124,24 @@ def drop_connections() -> None:
         if connection.connection is None:
             continue
         try:
-            if cancel := getattr(connection.connection, "cancel_safe", None):
-                cancel(timeout=1.0)
-            elif interrupt := getattr(connection.connection, "interrupt", None):
-                interrupt()
+            _cancel(connection)
         except Exception as error:
             signals.tell(signals.settle_troubled, "", claim=None, error=error)
         connection.close()
+
+
+def _cancel(connection: Any) -> None:
+    if cancel := getattr(connection.connection, "cancel_safe", None):  # psycopg
+        cancel(timeout=CANCEL_SECONDS)
+    elif interrupt := getattr(connection.connection, "interrupt", None):  # SQLite
+        interrupt()
+    elif connection.vendor == "mysql":
+        # Only another session can, and a query does not notice that its client is gone.
+        other = connection.copy()
+        seconds = {"connect_timeout": CANCEL_SECONDS, "read_timeout": CANCEL_SECONDS}
+        other.settings_dict["OPTIONS"] = {**other.settings_dict["OPTIONS"], **seconds}
+        with closing(other), other.cursor() as cursor:
+            cursor.execute("KILL %s", [connection.connection.thread_id()])
 
 
 def _success(returned: Any) -> Succeeded:

@@ -599,7 +599,8 @@ def test_job_that_waits_in_sql_too_long_is_cut_off_and_its_query_is_cancelled(
 ) -> None:
     attempt = run(jobs.hang, tag="a", how="sql")
     assert (attempt.outcome, attempt.job.status) == ("TIMED_OUT", "DEAD")
-    until(lambda: not sessions.running("SLEEP"), what="the query has ended on the server")
+    query = jobs.LONG_QUERY[connection.vendor]
+    until(lambda: not sessions.running(query), what="the query has ended on the server")
 
 
 @committing
