@@ -238,11 +238,14 @@ def _perform_atomically(
     ending: Ending = Interrupted(reason="not run")
     note = lifecycle.NO_NOTE
     status: Status | None = None
+    mark = f"dedupjobs_{claim.fence}"
     try:
         with transaction.atomic(using=lifecycle.alias()):
+            lifecycle.mark_transaction(mark)
             attempt = Attempt(claim, heart)
             ending, note = execution.execute(job, claim, attempt, heart, borrowed=borrowed)
             if isinstance(ending, Succeeded):
+                lifecycle.assert_unbroken(mark)
                 status = settle(claim, ending, note, job)
             if status is None:
                 raise _UndoError
@@ -381,6 +384,8 @@ def _persist(ask: Callable[[bool], T], *, patience: float, claim: Claim | None =
         except CONNECTION_ERRORS as error:
             first = False
             connection = connections[lifecycle.alias()]
+            if lifecycle.waited_in_vain(error):
+                deadline = clock.monotonic() + patience  # a database that says so is in reach
             if connection.in_atomic_block or clock.monotonic() + pause > deadline:
                 raise
             connection.close()

@@ -6,6 +6,7 @@ import json
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import redis
 from django.conf import settings
 from django.db import OperationalError, connection, transaction
+from django.db.backends.signals import connection_created
 from django.test.utils import override_settings
 
 from dedupjobs import (
@@ -41,6 +43,7 @@ from tests import faults, sessions
 from tests.app import jobs
 from tests.app.models import Ledger
 from tests.rows import (
+    Held,
     Side,
     alter,
     at,
@@ -729,6 +732,56 @@ def test_atomic_job_whose_lease_was_lost_leaves_no_effect_and_is_noted_late(
     assert job_row(row).status == "RETRYING"
 
 
+@needs_row_locks
+@committing
+def test_atomic_job_that_swallows_a_deadlock_has_failed_and_leaves_no_effect(
+    transactional_db: None,
+) -> None:
+    """MariaDB rolls the whole transaction back, and takes what follows as another one."""
+    ours, theirs = (Ledger.objects.create(tag=tag).pk for tag in ("ours", "theirs"))
+    attempt = run(swallow_deadlock, tag="a", ours=ours, theirs=theirs)
+    assert (attempt.outcome, attempt.job.status, attempt.job.failures) == ("FAILED", "RETRYING", 1)
+    assert attempt.error_class in (
+        "dedupjobs.exceptions.TransactionLost",  # MariaDB's, from us
+        "django.db.utils.InternalError",  # PostgreSQL's: it takes nothing more
+    )
+    assert ledger() == []
+    alter(attempt.job, run_after=DbNow())
+    assert deliver(attempt.job) == Status.SUCCEEDED
+    assert ledger() == ["effect"]
+
+
+@job(key="deadlock:{tag}", unique_for=FOREVER, atomic=True, timeout=15, backoff=0.1)
+def swallow_deadlock(*, tag: str, ours: int, theirs: int) -> None:
+    """Write, be a deadlock's victim at first, and go on as if nothing had happened."""
+    jobs.note(tag, "effect")
+    if current_attempt().number > 1:
+        return
+    lock(ours)
+    has_theirs = threading.Event()
+    rival = Side(lock_both, theirs, ours, has_theirs)
+    assert has_theirs.wait(10)
+    with suppress(OperationalError):
+        lock(theirs)
+        raise AssertionError("the rival was the victim")
+    rival.result()
+
+
+def lock_both(first: int, second: int, has_first: threading.Event) -> None:
+    """Lock both; whoever meets us in the opposite order is the victim."""
+    with transaction.atomic():
+        if connection.vendor == "postgresql":  # which ends the one that loses patience first
+            connection.cursor().execute("SET LOCAL deadlock_timeout = '1min'")
+        Ledger.objects.bulk_create(Ledger(tag="weighty") for _ in range(100))
+        lock(first)
+        has_first.set()
+        lock(second)
+
+
+def lock(pk: int) -> None:
+    assert list(Ledger.objects.select_for_update().filter(pk=pk))
+
+
 @job(key="slow:{tag}", unique_for=FOREVER, atomic=True, timeout=15, name="tests.atomic_but_slow")
 def atomic_but_slow(*, tag: str) -> None:
     """Be given up for lost by another connection before the first write."""
@@ -1037,6 +1090,65 @@ def test_success_whose_commit_never_arrived_is_written_again_or_rolled_back(
         assert ledger() == []
         assert deliver(row) == Status.SUCCEEDED
     assert ledger() == [""]
+
+
+@pytest.fixture
+def short_lock_waits(transactional_db: None) -> Iterator[None]:
+    """Let the database end each wait for a lock after a second."""
+
+    def limit(**_: Any) -> None:
+        sessions.limit_lock_waits(1)
+
+    connection_created.connect(limit)
+    connection.close()
+    yield
+    connection_created.disconnect(limit)
+    connection.close()
+
+
+@job(key="brief:{tag}", unique_for=FOREVER, lease=0.6)
+def record_briefly(*, tag: str) -> None:
+    jobs.note(tag)
+
+
+@job(key="brief:{tag}", unique_for=FOREVER, lease=0.6, atomic=True, timeout=0.1)
+def record_briefly_atomically(*, tag: str) -> None:
+    jobs.note(tag)
+
+
+@needs_row_locks
+@committing
+@pytest.mark.parametrize(
+    ("specimen", "status", "outcome"),
+    [
+        (record_briefly, "SUCCEEDED", "SUCCEEDED"),
+        (record_briefly_atomically, "PENDING", "INTERRUPTED"),
+    ],
+    ids=name_of,
+)
+def test_ending_that_waits_for_its_row_longer_than_the_database_lets_it_is_tried_again(
+    short_lock_waits: None, specimen: Job[..., Any], status: str, outcome: str
+) -> None:
+    """MariaDB ends a wait after 50 s by itself, PostgreSQL where lock_timeout is set."""
+    row = specimen.enqueue(tag="a").job
+    business = Held(row)
+    troubles: list[Exception] = []
+
+    def hear(error: Exception, **_: Any) -> None:
+        troubles.append(error)
+        if len(troubles) == 3:
+            business.commit()
+
+    signals.settle_troubled.connect(hear)
+    try:
+        with at("user_code.after", business.__enter__):
+            assert deliver(row) == status
+    finally:
+        signals.settle_troubled.disconnect(hear)
+        business.commit()
+    assert len(troubles) == 3
+    assert JobAttempt.objects.get().outcome == outcome
+    assert ledger() == ([""] if status == "SUCCEEDED" else [])
 
 
 # ---- run_pending, inside a test's own transaction
