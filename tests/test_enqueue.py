@@ -8,14 +8,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import redis
 from django.contrib.auth.models import User
-from django.db import connection, transaction
+from django.db import DatabaseError, connection, transaction
 from django.test.utils import CaptureQueriesContext, override_settings
 
 from dedupjobs import FOREVER, dispatch, job, lifecycle, registry, runner, signals
@@ -856,6 +856,32 @@ def test_call_before_the_tables_are_migrated_says_what_to_run() -> None:
         transaction.atomic(),
     ):
         jobs.record.enqueue(tag="a")
+
+
+@pytest.mark.skipif(
+    connection.vendor != "mysql", reason="elsewhere a text column holds every character"
+)
+@committing
+def test_call_that_the_table_can_not_hold_is_an_error_and_leaves_no_row(
+    transactional_db: None,
+) -> None:
+    """A table from before utf8mb4 must not store "?" in place of a tenant's name."""
+    with latin_scopes():
+        with pytest.raises(DatabaseError):
+            jobs.record_for_tenant.enqueue(tenant="☃", tag="a")
+        assert ProcessedJob.objects.count() == 0
+        assert jobs.record_for_tenant.enqueue(tenant="snowman", tag="a").created
+
+
+@contextmanager
+def latin_scopes() -> Iterator[None]:
+    change = "ALTER TABLE dedupjobs_processedjob MODIFY scope VARCHAR(200) CHARACTER SET {} NOT NULL"
+    with connection.cursor() as cursor:
+        cursor.execute(change.format("latin1"))
+        try:
+            yield
+        finally:
+            cursor.execute(change.format("utf8mb4"))
 
 
 @pytest.mark.parametrize("length", [200, 10_000])

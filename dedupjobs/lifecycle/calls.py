@@ -214,9 +214,12 @@ def _inserted(rows: list[ProcessedJob], drawn: dict[str, str]) -> dict[str, Proc
         mine = jobs().filter(key_hash__in=list(drawn))
         if connections[alias()].vendor == "mysql":
             # Losers that wait at the insert get deadlocks when the winner rolls back; a locking
-            # read of the keys first makes them queue up.
+            # read of the keys first makes them queue up. INSERT IGNORE would ignore too much: of
+            # what a column can not hold, it stores something else.
             list(mine.select_for_update().order_by("key_hash").values_list("pk"))
-        jobs().bulk_create(rows, ignore_conflicts=True)
+            jobs().bulk_create(rows, update_conflicts=True, update_fields=["key_hash"])
+        else:
+            jobs().bulk_create(rows, ignore_conflicts=True)
         probes.reach("enqueue.inserted")
         return {row.key_hash: row for row in mine if row.dispatch_id == drawn[row.key_hash]}
 
