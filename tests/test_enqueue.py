@@ -875,7 +875,9 @@ def test_call_that_the_table_can_not_hold_is_an_error_and_leaves_no_row(
 
 @contextmanager
 def latin_scopes() -> Iterator[None]:
-    change = "ALTER TABLE dedupjobs_processedjob MODIFY scope VARCHAR(200) CHARACTER SET {} NOT NULL"
+    change = (
+        "ALTER TABLE dedupjobs_processedjob MODIFY scope VARCHAR(200) CHARACTER SET {} NOT NULL"
+    )
     with connection.cursor() as cursor:
         cursor.execute(change.format("latin1"))
         try:
