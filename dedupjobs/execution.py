@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
@@ -44,6 +45,7 @@ from dedupjobs.lifecycle import Claim, Note
 from dedupjobs.registry import Job, Options
 
 CANCEL_SECONDS = 1
+AFTER_ALARM = 0.1  # seconds; a driver that lets the alarm in needs no other help
 
 _NOTHING: Any = object()
 
@@ -63,6 +65,7 @@ def execute(
         with (
             _savepoint(borrowed),
             entered(attempt),
+            _queries_ended_after(job.options.timeout),
             interrupts.armed(job.options.timeout) as cutter,
         ):
             returned = job.func(*bound.args, **bound.kwargs)
@@ -135,13 +138,57 @@ def _cancel(connection: Any) -> None:
         cancel(timeout=CANCEL_SECONDS)
     elif interrupt := getattr(connection.connection, "interrupt", None):  # SQLite
         interrupt()
-    elif connection.vendor == "mysql":
-        # Only another session can, and a query does not notice that its client is gone.
-        other = connection.copy()
-        seconds = {"connect_timeout": CANCEL_SECONDS, "read_timeout": CANCEL_SECONDS}
-        other.settings_dict["OPTIONS"] = {**other.settings_dict["OPTIONS"], **seconds}
-        with closing(other), other.cursor() as cursor:
-            cursor.execute("KILL %s", [connection.connection.thread_id()])
+    elif connection.vendor == "mysql":  # where a query does not notice that its client is gone
+        _kill(connection, "CONNECTION")
+
+
+def _kill(connection: Any, what: str) -> None:
+    """End a session of MySQL, or just its QUERY, from another one: nobody else can."""
+    session = connection.connection.thread_id()
+    other = connection.copy()
+    seconds = {"connect_timeout": CANCEL_SECONDS, "read_timeout": CANCEL_SECONDS}
+    other.settings_dict["OPTIONS"] = {**other.settings_dict["OPTIONS"], **seconds}
+    with closing(other), other.cursor() as cursor:
+        cursor.execute(f"KILL {what} {session:d}")
+
+
+@contextmanager
+def _queries_ended_after(timeout: float | None) -> Iterator[None]:
+    """
+    End what runs on MySQL's server once the time is up, so that the alarm gets through.
+
+    mysqlclient lets no signal in while it waits for the server's answer.
+    """
+    ours = [connection for connection in connections.all() if connection.vendor == "mysql"]
+    if timeout is None or not ours:
+        yield
+        return
+    left, leaving = threading.Event(), threading.Lock()
+
+    def watch() -> None:
+        seconds = timeout + AFTER_ALARM
+        while not clock.wait(left, seconds):
+            with leaving:
+                if not left.is_set():
+                    _end_queries(ours)
+            seconds = interrupts.REPEAT
+
+    join = clock.start(watch, name="dedupjobs-time-out")
+    try:
+        yield
+    finally:
+        with leaving:  # or the settle's queries would be ended
+            left.set()
+        join(CANCEL_SECONDS)
+
+
+def _end_queries(ours: list[Any]) -> None:
+    for connection in ours:
+        try:
+            if connection.connection is not None:
+                _kill(connection, "QUERY")
+        except Exception as error:
+            signals.tell(signals.settle_troubled, "", claim=None, error=error)
 
 
 def _success(returned: Any) -> Succeeded:

@@ -606,6 +606,28 @@ def test_job_that_waits_in_sql_too_long_is_cut_off_and_its_query_is_cancelled(
     until(lambda: not sessions.running(query), what="the query has ended on the server")
 
 
+@job(key="deaf:{tag}", unique_for=FOREVER, timeout=0.5, max_attempts=1)
+def query_with_a_deaf_driver(*, tag: str) -> None:
+    """Let no signal in while the query runs, as mysqlclient does and PyMySQL does not."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT SLEEP(20)")
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+
+
+@pytest.mark.skipif(connection.vendor != "mysql", reason="the other drivers let signals in")
+@committing
+def test_job_that_waits_in_sql_too_long_is_cut_off_although_its_driver_lets_no_signal_in(
+    transactional_db: None,
+) -> None:
+    attempt = run(query_with_a_deaf_driver, tag="a")
+    assert (attempt.outcome, attempt.job.status) == ("TIMED_OUT", "DEAD")
+    assert attempt.run_time is not None
+    assert attempt.run_time < 10
+
+
 @committing
 def test_alarm_of_somebody_else_goes_on_after_a_job_that_timed_out(transactional_db: None) -> None:
     # pytest-timeout's, as RQ's would be.
