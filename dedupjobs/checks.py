@@ -65,7 +65,21 @@ def _jobs(**_: Any) -> list[CheckMessage]:
                     id="dedupjobs.E003",
                 )
             )
-    return found
+    return found + list(_names_that_mysql_confuses())
+
+
+def _names_that_mysql_confuses() -> Iterator[CheckMessage]:
+    if _vendor() != "mysql":
+        return
+    names = sorted((job.name for job in registry.every()), key=str.casefold)
+    for one, another in pairwise(names):
+        if one.casefold() == another.casefold():
+            yield Error(
+                f"Jobs {one} and {another} have names that MySQL and MariaDB take for one: each "
+                "would be pruned and counted with the other.",
+                hint="Give one of them another name, with the old one in aliases=.",
+                id="dedupjobs.E020",
+            )
 
 
 def _policies(**_: Any) -> list[CheckMessage]:

@@ -279,6 +279,16 @@ def test_isolation_other_than_read_committed_is_e010(level: str) -> None:
         only("dedupjobs.E010")
 
 
+@pytest.mark.skipif(connection.vendor != "mysql", reason="other databases tell them apart")
+def test_jobs_whose_names_mysql_confuses_are_e020() -> None:
+    with defined():
+        registry.job(key="{a}", unique_for=None, name="tests.Checked")(take)
+        try:
+            assert "tests.Checked and tests.checked" in only("dedupjobs.E020").msg
+        finally:
+            registry.forget("tests.Checked")
+
+
 @pytest.mark.skipif(connection.vendor != "mysql", reason="asks the driver of MySQL")
 @pytest.mark.parametrize("level", ["repeatable read", None])
 def test_isolation_of_mysqls_own_default_is_e010(level: str | None) -> None:
