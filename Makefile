@@ -11,8 +11,7 @@ SECONDS ?= 120
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PROOFS := $(patsubst %,tests/test_%.py,exhaustive fencing moving_clock scenarios)
-ON_MARIADB := $(patsubst %,tests/test_%.py,policies enqueue_many outcome run_now using key_identity \
-  schedule ledger operations retention multidb admin docs policy_checks exhaustive fencing)
+SUITE := $(PROOFS:%=--ignore=%) --ignore=tests/simulation --ignore=tests/mutants
 PYTEST := $(BIN)/python -m pytest -n 2
 
 .PHONY: help demo test simulate mutants verify mariadb exhaustive check lint types layers migrations format bench wheel clean
@@ -28,11 +27,11 @@ demo: $(VENV)/.demo ## Run the sample shop under fire; ONCE=1 ends after the res
 	ONCE=$(ONCE) $(BIN)/python -m project.demo
 
 test: $(VENV)/.test ## Run the suite on SQLite, then on PostgreSQL
-	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) $(PROOFS:%=--ignore=%) --ignore=tests/simulation --ignore=tests/mutants $(ARGS)
-	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) $(PROOFS:%=--ignore=%) --ignore=tests/simulation --ignore=tests/mutants $(ARGS)
+	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) $(SUITE) $(ARGS)
+	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) $(SUITE) $(ARGS)
 
-mariadb: $(VENV)/.test ## Run what depends on the database on MariaDB, which the machine must have
-	DEDUPJOBS_TEST_DB=mariadb $(PYTEST) $(ON_MARIADB) $(ARGS)
+mariadb: $(VENV)/.test ## Run suite and proofs on MariaDB, which the machine must have
+	DEDUPJOBS_TEST_DB=mariadb $(PYTEST) --ignore=tests/simulation --ignore=tests/mutants $(ARGS)
 
 verify: $(VENV)/.test ## Run the larger proofs: model against code, fences, a moving clock
 	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) $(PROOFS) $(ARGS)
