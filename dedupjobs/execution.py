@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-from django.db import DatabaseError, connections, transaction
+from django.db import DatabaseError, transaction
 
-from dedupjobs import clock, conf, interrupts, keys, lifecycle, probes, signals
+from dedupjobs import clock, conf, interrupts, keys, lifecycle, probes, queries
 from dedupjobs.context import Attempt, entered
 from dedupjobs.endings import (
     MESSAGE_LIMIT,
@@ -44,9 +43,6 @@ from dedupjobs.heartbeat import Heart
 from dedupjobs.lifecycle import Claim, Note
 from dedupjobs.registry import Job, Options
 
-CANCEL_SECONDS = 1
-AFTER_ALARM = 0.1  # seconds; a driver that lets the alarm in needs no other help
-
 _NOTHING: Any = object()
 
 
@@ -65,7 +61,7 @@ def execute(
         with (
             _savepoint(borrowed),
             entered(attempt),
-            _queries_ended_after(job.options.timeout),
+            queries.ended_after(job.options.timeout),
             interrupts.armed(job.options.timeout) as cutter,
         ):
             returned = job.func(*bound.args, **bound.kwargs)
@@ -74,7 +70,7 @@ def execute(
     except BaseException as raised:
         _leave_if_forked(pid, 1)
         if isinstance(raised, CutOff) and not borrowed:
-            drop_connections()
+            queries.drop_connections()
         # A signal between the function's return and the end of the block changes nothing.
         ending = (
             ending_of(raised, job.options, heart) if returned is _NOTHING else _success(returned)
@@ -119,76 +115,6 @@ def _leave_if_forked(pid: int, status: int) -> None:
     # A child that the job has forked must not settle its parent's attempt.
     if os.getpid() != pid:
         os._exit(status)
-
-
-def drop_connections() -> None:
-    """Cancel what runs on the server, and close: a signal may have hit in mid-query."""
-    for connection in connections.all(initialized_only=True):
-        if connection.connection is None:
-            continue
-        try:
-            _cancel(connection)
-        except Exception as error:
-            signals.tell(signals.settle_troubled, "", claim=None, error=error)
-        connection.close()
-
-
-def _cancel(connection: Any) -> None:
-    if cancel := getattr(connection.connection, "cancel_safe", None):  # psycopg
-        cancel(timeout=CANCEL_SECONDS)
-    elif interrupt := getattr(connection.connection, "interrupt", None):  # SQLite
-        interrupt()
-    elif connection.vendor == "mysql":  # where a query does not notice that its client is gone
-        _kill(connection, "CONNECTION")
-
-
-def _kill(connection: Any, what: str) -> None:
-    """End a session of MySQL, or just its QUERY, from another one: nobody else can."""
-    session = connection.connection.thread_id()
-    other = connection.copy()
-    seconds = {"connect_timeout": CANCEL_SECONDS, "read_timeout": CANCEL_SECONDS}
-    other.settings_dict["OPTIONS"] = {**other.settings_dict["OPTIONS"], **seconds}
-    with closing(other), other.cursor() as cursor:
-        cursor.execute(f"KILL {what} {session:d}")
-
-
-@contextmanager
-def _queries_ended_after(timeout: float | None) -> Iterator[None]:
-    """
-    End what runs on MySQL's server once the time is up, so that the alarm gets through.
-
-    mysqlclient lets no signal in while it waits for the server's answer.
-    """
-    ours = [connection for connection in connections.all() if connection.vendor == "mysql"]
-    if timeout is None or not ours:
-        yield
-        return
-    left, leaving = threading.Event(), threading.Lock()
-
-    def watch() -> None:
-        seconds = timeout + AFTER_ALARM
-        while not clock.wait(left, seconds):
-            with leaving:
-                if not left.is_set():
-                    _end_queries(ours)
-            seconds = interrupts.REPEAT
-
-    join = clock.start(watch, name="dedupjobs-time-out")
-    try:
-        yield
-    finally:
-        with leaving:  # or the settle's queries would be ended
-            left.set()
-        join(CANCEL_SECONDS)
-
-
-def _end_queries(ours: list[Any]) -> None:
-    for connection in ours:
-        try:
-            if connection.connection is not None:
-                _kill(connection, "QUERY")
-        except Exception as error:
-            signals.tell(signals.settle_troubled, "", claim=None, error=error)
 
 
 def _success(returned: Any) -> Succeeded:

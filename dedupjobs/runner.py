@@ -28,6 +28,7 @@ from dedupjobs import (
     interrupts,
     lifecycle,
     locks,
+    queries,
     registry,
     signals,
 )
@@ -278,7 +279,7 @@ def _after_doubtful_commit(
     """
     signals.tell(signals.settle_troubled, claim.name, claim=claim, error=error)
     if isinstance(error, CONNECTION_ERRORS):
-        execution.drop_connections()
+        queries.drop_connections()
     outcome = _persist(lambda first: lifecycle.outcome_of(claim.fence), patience=heart.lease)
     ending: Ending
     if outcome == AttemptOutcome.SUCCEEDED:
