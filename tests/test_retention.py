@@ -20,7 +20,8 @@ from dedupjobs.lifecycle import Place, Pruned
 from dedupjobs.models import DuplicateSample, JobAttempt, Kind, Operation, ProcessedJob, Status
 from dedupjobs.testing import run_pending
 from tests.app import jobs
-from tests.sides import Aside, locked, needs_row_locks, together, until_a_session_waits
+from tests.rows import Held, Side, together, until_blocked
+from tests.sessions import needs_row_locks
 
 pytestmark = pytest.mark.django_db
 committing = pytest.mark.django_db(transaction=True)
@@ -189,8 +190,8 @@ def test_held_rows_before_the_limit_hide_no_free_ones_behind_them() -> None:
 @committing
 def test_row_that_somebody_has_locked_is_left_for_the_next_round() -> None:
     busy, free = (done(jobs.record_again, tag=tag) for tag in ("busy", "free"))
-    with locked(busy):
-        assert Aside(lambda: prune(busy)).result(5) == Pruned(deleted=1)
+    with Held(busy):
+        assert Side(lambda: prune(busy)).result(5) == Pruned(deleted=1)
         assert list(ProcessedJob.objects.all()) == [busy]
     assert not ProcessedJob.objects.filter(pk=free.pk).exists()
     assert prune(busy) == Pruned(deleted=1)
@@ -204,8 +205,8 @@ def test_call_that_comes_while_its_row_is_pruned_gets_a_run(job: Any) -> None:
     ProcessedJob.objects.update(unique_until=DbNow(-1))
     with transaction.atomic():
         assert prune(row) == Pruned(deleted=1)
-        caller = Aside(lambda: job.enqueue(tag="a"))
-        until_a_session_waits()
+        caller = Side(lambda: job.enqueue(tag="a"))
+        until_blocked(caller)
     outcome = caller.result()
     assert outcome.kind is Kind.CREATED
     assert ProcessedJob.objects.get().pk == outcome.job.pk
@@ -218,7 +219,7 @@ def test_row_that_is_opened_again_meanwhile_is_not_pruned() -> None:
     row = done(jobs.record_again)
     with transaction.atomic():
         assert jobs.record_again.enqueue(tag="a").created
-        assert Aside(lambda: prune(row)).result(5) == Pruned()
+        assert Side(lambda: prune(row)).result(5) == Pruned()
     assert fresh(row).status == Status.PENDING
     assert prune(row, older_than=-1) == Pruned()
     assert run_pending() == 1
