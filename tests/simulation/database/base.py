@@ -28,7 +28,7 @@ class Line:
 
     def __init__(self) -> None:
         self.raw: sqlite3.Connection | None = None  # while its transaction is open
-        self.dirty = False  # whether that has written what the observer watches
+        self.dirty: set[str] = set()  # tables that it has written and the observer watches
         self.broken = False  # whether the server is gone: nothing but close() works
 
     def cursor(self, factory: Any = None) -> Cursor:
@@ -44,7 +44,7 @@ class Line:
             self.raw = None
 
     def rollback(self) -> None:
-        self.dirty = False
+        self.dirty.clear()
         if self.raw is not None:
             self.raw.rollback()
             self.raw = None
@@ -74,7 +74,7 @@ class Cursor(base.SQLiteCursorWrapper):
         if line.broken:
             raise sqlite3.OperationalError("the server closed the connection unexpectedly")
         if query[:6] in ("INSERT", "UPDATE", "DELETE"):
-            line.dirty = line.dirty or any(table in query for table in WATCHED)
+            line.dirty.update(table for table in WATCHED if table in query)
             if line.raw is None:
                 return world.autocommit(line, self._alone(query, params))
         else:
