@@ -9,7 +9,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -397,9 +397,8 @@ def test_completion_whose_commit_has_no_reply_is_a_success_once() -> None:
     assert outcomes(row) == ["SUCCEEDED"]
 
 
-@on_postgresql
-def test_completion_whose_commit_never_arrived_leaves_no_effect_and_the_job_runs_again() -> None:
-    row = fenced.complete_itself.enqueue(tag="a").job
+@contextmanager
+def terminated_before_the_commit() -> Iterator[None]:
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_backend_pid()")
         pid = cursor.fetchone()[0]
@@ -412,10 +411,31 @@ def test_completion_whose_commit_never_arrived_leaves_no_effect_and_the_job_runs
             other.execute("SELECT pg_terminate_backend(%s, 5000)", [pid])
 
     with at("settle.uncommitted", terminate):
-        assert deliver(row) in (Status.PENDING, Status.RETRYING)
+        yield
+
+
+@contextmanager
+def lost_on_the_commits_way() -> Iterator[None]:
+    with (
+        through_proxy() as proxy,
+        at("settle.uncommitted", lambda: proxy.lose_request(b"COMMIT")),
+    ):
+        yield
+
+
+@on_postgresql
+@pytest.mark.parametrize("connection_", [terminated_before_the_commit, lost_on_the_commits_way])
+def test_completion_whose_commit_never_arrived_is_interrupted_and_the_job_runs_again(
+    connection_: Callable[[], AbstractContextManager[None]],
+) -> None:
+    row = fenced.complete_itself.enqueue(tag="a").job
+    with connection_():
+        assert deliver(row) == Status.PENDING
     assert effects() == []
-    until(lambda: deliver(row) == Status.SUCCEEDED)
+    assert ProcessedJob.objects.get().failures == 0
+    assert deliver(row) == Status.SUCCEEDED
     assert effects() == ["effect 2"]
+    assert outcomes(row) == ["INTERRUPTED", "SUCCEEDED"]
 
 
 # ---- real processes
