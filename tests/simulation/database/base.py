@@ -101,8 +101,13 @@ class Cursor(base.SQLiteCursorWrapper):
         return rows or super().fetchall()
 
 
+class Operations(base.DatabaseOperations):
+    compiler_module = "tests.simulation.database.compiler"
+
+
 class DatabaseWrapper(base.DatabaseWrapper):
     connection: Line
+    ops_class = Operations
 
     def get_new_connection(self, conn_params: dict[str, Any]) -> Line:
         if stage.world is not None:
