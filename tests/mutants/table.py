@@ -496,6 +496,16 @@ ALL = [
         ),
     ),
     Mutant(
+        "a tombstone's arguments are compared",
+        (("keys.py", "    if not stored:\n        return ()\n", ""),),
+    ),
+    Mutant(
+        "run_now asks for a row that was pruned",
+        (("inline.py", "filter(pk=row.pk).first() or row)", "get(pk=row.pk))"),),
+        test="test_run_now.py::"
+        "test_call_whose_row_was_pruned_before_its_run_ended_gets_the_row_as_it_was",
+    ),
+    Mutant(
         "prune drops a waiting rerun",
         (("lifecycle/retention.py", "final = ended.filter(rerun_args=None)", "final = ended"),),
     ),
