@@ -179,6 +179,9 @@ class Observer(Arrows):
                 self.earliest - 1 <= granted <= now + 1,
                 f"I3 the lease of attempt {attempt.number} is not of the database's clock",
             )
+        if was and was.outcome:
+            noted = was._replace(late_ending=attempt.late_ending, outcome=attempt.outcome)
+            self.check(attempt == noted, f"I6 the ended attempt {attempt.number} was changed")
         if attempt.late_ending:
             self.check(
                 attempt.late_ending != attempt.outcome,

@@ -51,6 +51,9 @@ class Line:
 
     def interrupt(self) -> None: ...
 
+    def getlimit(self, category: int) -> int:
+        return _raw[0].getlimit(category)
+
     def read(self, query: str, *params: Any) -> list[Any]:
         """Read what is committed; for the observer."""
         return _raw[0].execute(query, params).fetchall()
