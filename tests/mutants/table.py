@@ -508,6 +508,8 @@ ALL = [
     Mutant(
         "prune drops a waiting rerun",
         (("lifecycle/retention.py", "final = ended.filter(rerun_args=None)", "final = ended"),),
+        test="test_retention.py::"
+        "test_dead_row_that_keeps_a_rerun_for_a_person_stays_until_he_takes_it_up",
     ),
     # ---- lock and operators
     Mutant(
@@ -554,6 +556,7 @@ ALL = [
     Mutant(
         "an operator's retry takes a tombstone",
         ((OPERATORS, '.exclude(args="")', ""),),
+        test="test_operations.py::test_retry_of_a_job_without_its_arguments_is_refused",
     ),
     Mutant(
         "an operator's retry forgets the waiting rerun",
