@@ -37,6 +37,9 @@ class _Remembering:
                 _converters[id(expression)] = (expression, converter)
         return converter
 
+    def has_composite_fields(self: Any, expressions: Any) -> bool:
+        return False
+
     def _order_by_pairs(self: Any) -> Iterator[Any]:
         # Django would make an object of each column to order by its number; names do as well.
         select, self.select = self.select, None
