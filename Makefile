@@ -25,7 +25,7 @@ demo: $(VENV)/.demo ## Run the sample shop under fire; ONCE=1 ends after the res
 	ONCE=$(ONCE) $(BIN)/python -m project.demo
 
 test: $(VENV)/.test ## Run the suite on SQLite, then on PostgreSQL
-	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) -m 'not large' --ignore=tests/simulation --ignore=tests/mutants $(ARGS)
+	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) -m 'not large' $(ARGS)
 	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) -m 'not large' --ignore=tests/simulation --ignore=tests/mutants $(ARGS)
 
 mariadb: $(VENV)/.test ## Run suite and proofs on MariaDB, which the machine must have

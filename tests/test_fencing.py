@@ -6,7 +6,8 @@ import json
 import os
 import signal
 import sqlite3
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -302,15 +303,35 @@ def test_completion_whose_commit_has_no_reply_is_a_success_once() -> None:
     assert faults.outcomes_of(row.pk) == ["SUCCEEDED"]
 
 
-@needs_server
-def test_completion_whose_commit_never_arrived_leaves_no_effect_and_the_job_runs_again() -> None:
-    row = fenced.complete_itself.enqueue(tag="a").job
+@contextmanager
+def terminated_before_the_commit() -> Iterator[None]:
     own = sessions.own()
     with at("settle.uncommitted", lambda: sessions.terminate(own)):
-        assert deliver(row) in (Status.PENDING, Status.RETRYING)
+        yield
+
+
+@contextmanager
+def lost_on_the_commits_way() -> Iterator[None]:
+    with (
+        faults.through_proxy() as proxy,
+        at("settle.uncommitted", lambda: proxy.lose_request(b"COMMIT")),
+    ):
+        yield
+
+
+@needs_server
+@pytest.mark.parametrize("connection_", [terminated_before_the_commit, lost_on_the_commits_way])
+def test_completion_whose_commit_never_arrived_is_interrupted_and_the_job_runs_again(
+    connection_: Callable[[], AbstractContextManager[None]],
+) -> None:
+    row = fenced.complete_itself.enqueue(tag="a").job
+    with connection_():
+        assert deliver(row) == Status.PENDING
     assert effects() == []
-    until(lambda: deliver(row) == Status.SUCCEEDED)
+    assert ProcessedJob.objects.get().failures == 0
+    assert deliver(row) == Status.SUCCEEDED
     assert effects() == ["effect 2"]
+    assert faults.outcomes_of(row.pk) == ["INTERRUPTED", "SUCCEEDED"]
 
 
 # ---- real processes

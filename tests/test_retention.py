@@ -104,6 +104,16 @@ def test_tombstone_answers_other_arguments_by_the_jobs_policy(job: Any) -> None:
     assert job.enqueue(tag="a", text="two").kind is Kind.REPLAYED
 
 
+def test_dead_row_that_keeps_a_rerun_for_a_person_stays_until_he_takes_it_up() -> None:
+    row = jobs.keep_last_blocking.enqueue(tag="a", text="one").job
+    waiting = {"rerun_args": row.args.replace("one", "two"), "rerun_fingerprint": "two"}
+    row = aged(row, status=Status.DEAD, **waiting)
+    assert prune(row) == Pruned()
+    assert fresh(row).rerun_args == waiting["rerun_args"]
+    operations.retry(row, by="ada")
+    assert (fresh(row).args, fresh(row).rerun_args) == (waiting["rerun_args"], None)
+
+
 def test_tombstone_of_a_window_goes_once_the_window_is_over() -> None:
     row = done(jobs.record_hourly)
     ProcessedJob.objects.update(unique_until=DbNow(600))
