@@ -39,7 +39,7 @@ from dedupjobs.exceptions import ArgumentError, NoCurrentAttempt
 from dedupjobs.models import JobAttempt, ProcessedJob, Status
 from dedupjobs.registry import Job
 from dedupjobs.testing import run_pending
-from tests import faults, sessions
+from tests import live, sessions
 from tests.app import jobs
 from tests.app.models import Ledger
 from tests.rows import (
@@ -1068,7 +1068,7 @@ def test_ending_whose_writing_breaks_at_any_point_is_written_once(
 @committing
 def test_claim_whose_commit_has_no_reply_is_found_by_its_owner(reconnected: None) -> None:
     row = jobs.record.enqueue(tag="a").job
-    with faults.through_proxy() as proxy:
+    with live.through_proxy() as proxy:
         with at("claim.uncommitted", lambda: proxy.swallow_reply_to(b"COMMIT")):
             assert deliver(row) == Status.SUCCEEDED
         assert proxy.swallowed.is_set()
@@ -1083,7 +1083,7 @@ def test_success_whose_commit_has_no_reply_is_written_once(
     reconnected: None, specimen: Job[..., Any]
 ) -> None:
     row = specimen.enqueue(tag="a").job
-    with faults.through_proxy() as proxy:
+    with live.through_proxy() as proxy:
         with at("settle.uncommitted", lambda: proxy.swallow_reply_to(b"COMMIT")):
             assert deliver(row) == Status.SUCCEEDED
         assert proxy.swallowed.is_set()
