@@ -22,13 +22,14 @@ SHARES = {
     "completing": 14,
     "fenced": 9,
     "flaky": 5,
-    "latest": 7,
-    "newest": 6,
+    "latest": 10,
+    "newest": 8,
     "forking": 1,
 }
 AGAIN = 0.25  # of all calls are made twice or more
 ROLLED_BACK = 0.05
 IN_TRANSACTION = 0.5
+WHILE_IT_RUNS = 0.15  # seconds after a call
 
 
 class _UndoError(Exception):
@@ -46,7 +47,9 @@ def main(name: str) -> None:
         kind = rng.choices(list(SHARES), list(SHARES.values()))[0]
         tag = f"{kind}.{name}.{number if kind not in ('latest', 'newest') else number % 3}"
         times = 1 + (rng.random() < AGAIN) + (rng.random() < AGAIN**2)
-        for repeat in range(times):
+        for repeat in range(3 if kind == "latest" else times):
+            if repeat and kind == "latest":
+                stop.wait(WHILE_IT_RUNS)
             rolls_back = rng.random() < ROLLED_BACK and repeat == 0
             call(kind, tag, number * 10 + repeat, rng=rng, rolls_back=rolls_back)
 

@@ -28,6 +28,9 @@ USUAL: dict[str, Any] = {"SHUTDOWN_GRACE": 1, "TIMEOUT_GRACE": 1}
 """The defaults, but for how long a deploy waits for its jobs."""
 
 
+LEASES = {True: 3, False: 5}  # seconds, of a brisk stage and of a usual one
+
+
 class MovableValkey(Valkey):
     """Valkey whose wall clock can be moved, where libfaketime is installed."""
 
@@ -119,6 +122,7 @@ class House:
             "DEDUPJOBS_TEST_REDIS": f"redis://{HOST}:{port}",
             "DEDUPJOBS_TEST_WORKER": worker,
             "DEDUPJOBS_TEST_SETTINGS": json.dumps(settings),
+            "FAULTS_LEASE": str(LEASES[settings is BRISK]),
             "DEDUPJOBS_TEST_LOG": "WARNING",
             "DEDUPJOBS_TEST_DB_NAME": self._database_name(),
             "PYTHONPATH": os.getcwd(),

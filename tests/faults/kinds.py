@@ -123,7 +123,11 @@ def full_disk(stage: Stage) -> None:
             with suppress(RedisError):
                 client.bgsave()
 
-        _sick(stage, "Redis's disk full", sicken, lambda: client.config_set("save", ""))
+        def heal() -> None:
+            client.config_set("save", "")
+            in_the_way.rmdir()  # or the server could not start again
+
+        _sick(stage, "Redis's disk full", sicken, heal)
 
 
 @kind("read-only replica")
@@ -165,7 +169,8 @@ if house.LIBFAKETIME:
             stage.struck("Redis's clock jumps", jobs=stage.waiting(), first=True)
             stage.pause(1.3)
 
-    @kind("one worker's clock jumps")
+    # SQLite has no clock but that of the process which asks, so there it would be the database's.
+    @kind("one worker's clock jumps", SERVERS)
     def move_worker(stage: Stage) -> None:
         """A worker whose wall clock is wrong, first ahead and then behind, beside right ones."""
         offset = stage.home / f"clock{len(stage.actors)}"
@@ -467,20 +472,41 @@ def fork_and_double(stage: Stage) -> None:
 
 @kind("worker killed anywhere")
 def kill_worker(stage: Stage) -> None:
-    """Not at a probe: wherever it is, and its horse with it."""
-    if workers := stage.alive("worker"):
-        worker = stage.rng.choice(workers)
-        _kill(stage, "worker killed anywhere", worker.pid, *_children(worker.pid))
+    """Not at a probe: in the middle of a job where there is one, and its horse with it."""
+    at_work = _at_work(stage)
+    parents = {actor.pid for actor in stage.alive("worker")}
+    for pid in at_work[:1]:
+        parent = _parent(pid)
+        _kill(stage, "worker killed anywhere", *([parent] if parent in parents else []), pid)
+    if not at_work and parents:
+        parent = stage.rng.choice(sorted(parents))
+        _kill(stage, "worker killed anywhere", parent, *_children(parent))
     stage.pause(0.1)
 
 
 @kind("horse killed anywhere")
 def kill_horse(stage: Stage) -> None:
-    """A child of a worker, which may also be its coordinator; SimpleWorker has none."""
-    for worker in stage.alive("worker"):
-        for pid in _children(worker.pid)[-1:]:
-            _kill(stage, "horse killed anywhere", pid)
+    """In the middle of a job, which SimpleWorker runs by itself."""
+    for pid in _at_work(stage)[:1]:
+        name = "worker" if stage.worker == "rq.SimpleWorker" else "horse"
+        _kill(stage, f"{name} killed anywhere", pid)
     stage.pause(0.1)
+
+
+def _at_work(stage: Stage) -> list[int]:
+    """Return the processes that have an attempt open, in a random order."""
+    stage.burst(2, "slow")
+    stage.wait_until(stage.running, 3)
+    pids = list(JobAttempt.objects.filter(outcome=None).values_list("pid", flat=True))
+    pids = [pid for pid in pids if pid and psutil.pid_exists(pid)]
+    stage.rng.shuffle(pids)
+    return pids
+
+
+def _parent(pid: int) -> int:
+    with suppress(psutil.Error):
+        return psutil.Process(pid).ppid()
+    return 0
 
 
 def _kill(stage: Stage, name: str, *pids: int) -> None:

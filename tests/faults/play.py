@@ -3,7 +3,7 @@ One stage from start to verdict, in a process of its own since Django's settings
 
     python -m tests.faults.play postgresql rq.Worker --seed abc --each 1 --out result.json
 
-Until all kinds have struck ``--each`` times, or until ``--seconds`` are over, or both.
+Goes on until all kinds have struck ``--each`` times and there are ``--jobs`` rows.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +28,8 @@ if TYPE_CHECKING:
     from tests.faults.kinds import Kind
     from tests.faults.stage import Stage
 
-ACTIONS = ("kill", "term", "term twice")
-ARMED_AT_ONCE = 6
-GAP = 0.25  # seconds between two kinds
+ARMED_AT_ONCE = 12
+LOSS_EVERY = 2.0  # seconds
 LAST_CHANCE = 25.0  # seconds for probes that nobody has come by
 
 
@@ -56,7 +56,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("worker")
     parser.add_argument("--seed", required=True)
     parser.add_argument("--each", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=0)
+    parser.add_argument("--jobs", type=int, default=0, help="go on until there are so many")
+    parser.add_argument("--seconds", type=float, default=0, help="but no longer than this")
+    parser.add_argument("--alone", type=int, default=1, help="how often to measure recovery")
+    parser.add_argument("--gap", type=float, default=0.25, help="seconds between two kinds")
+    parser.add_argument("--action", action="append", default=[], help="at each probe")
     parser.add_argument("--pace", type=float, default=0.15)
     parser.add_argument("--usual", action="store_true", help="the default settings of time")
     parser.add_argument("--only", action="append", default=[], help="these kinds; no probes")
@@ -90,6 +94,9 @@ def _play(options: argparse.Namespace, home: Path) -> dict[str, Any]:
             "seconds": time.monotonic() - begun,
             "struck_for": struck_for,
             "quiet": quiet,
+            "lease": houses.LEASES[not options.usual],
+            "reclaim_every": settings.get("RECLAIM_EVERY", 5),
+            "leader_ttl": settings.get("LEADER_TTL", 10),
             "unhit": unhit,
             **verdict,
         }
@@ -100,36 +107,61 @@ def _play(options: argparse.Namespace, home: Path) -> dict[str, Any]:
 
 def _strike(stage: Stage, options: argparse.Namespace) -> list[str]:
     """Let everything strike; return the armed probes that nobody has come by."""
-    stage.wait_until(lambda: stage.active() or _any_row(), 20)
+    stage.wait_until(_any_row, 20)
     begun = time.monotonic()
+    _measure(stage, options.alone)
+
+    def over() -> bool:
+        return bool(options.seconds) and time.monotonic() - begun > options.seconds
+
     rounds = 0
-    while rounds < options.each or time.monotonic() - begun < options.seconds:
-        _one_round(stage, options)
+    while rounds < options.each or (_rows() < options.jobs and not over()):
+        _one_round(stage, options, over)
         rounds += 1
-        if options.only and rounds >= options.each:
-            break
     stage.wait_until(lambda: not stage.armed() or _nudge(stage), LAST_CHANCE)
     return stage.disarm()
 
 
-def _any_row() -> bool:
+def _measure(stage: Stage, times: int) -> None:
+    """Let faults strike one at a time, and wait for what they hit: how long recovery takes."""
+    from tests.faults import kinds
+
+    alone = [kinds.kill_horse, kinds.kill_worker, kinds.flush, kinds.restart_redis]
+    if stage.house.server is not None:
+        alone.append(kinds.restart_database)
+    for _ in range(times):
+        for apply in alone:
+            stage.breathe()
+            before = len(stage.strikes)
+            apply(stage)
+            for strike in stage.strikes[before:]:
+                strike.kind += ", alone"
+                stage.wait_until(lambda s=strike: stage.goes_on(s), 30)
+
+
+def _rows() -> int:
     from dedupjobs.models import ProcessedJob
 
-    return ProcessedJob.objects.exists()
+    return ProcessedJob.objects.count()
 
 
-def _one_round(stage: Stage, options: argparse.Namespace) -> None:
+def _any_row() -> bool:
+    return _rows() > 0
+
+
+def _one_round(stage: Stage, options: argparse.Namespace, over: Callable[[], bool]) -> None:
     """Each kind once, in a random order, while probes are armed one after the other."""
     kinds = _kinds(stage, options)
-    probes = [] if options.only else _probes(stage)
+    probes = [] if options.only else _probes(stage, options.action)
     stage.rng.shuffle(kinds)
     stage.rng.shuffle(probes)
-    while kinds or probes:
+    while (kinds or probes) and not over():
         _arm(stage, probes)
+        _bring_losses(stage)
         if kinds and (not probes or stage.rng.random() < len(kinds) / (len(probes) + len(kinds))):
             _apply(stage, kinds.pop())
-        stage.pause(GAP)
-        stage.steady()
+        stage.pause(options.gap)
+        stage.breathe()
 
 
 def _kinds(stage: Stage, options: argparse.Namespace) -> list[Kind]:
@@ -139,15 +171,17 @@ def _kinds(stage: Stage, options: argparse.Namespace) -> list[Kind]:
     return [k for k in here if not options.only or k.name in options.only]
 
 
-def _probes(stage: Stage) -> list[tuple[str, str, str]]:
-    """Return (role, point, action): every pair is killed at, and told to end in one of two ways."""
+def _probes(stage: Stage, actions: list[str]) -> list[tuple[str, str, str]]:
+    """Return (role, point, action): each action at each point, and some of the rest."""
     from tests.faults import arming, points
 
     pairs = points.by_role(stage.worker)
-    found = [(role, point, action) for role, point in pairs for action in ACTIONS]
-    found += [("horse", point, arming.KILL_ALL) for role, point in pairs if role == "horse"]
+    found = [(role, point, action) for role, point in pairs for action in actions]
+    horses = [pair for pair in pairs if pair[0] == "horse"]
+    some = stage.rng.sample(horses, min(len(horses), 8))
+    found += [(role, point, arming.KILL_ALL) for role, point in some]
     stops = [pair for pair in pairs if pair[0] != "enqueuer"]
-    found += [(role, point, arming.STOP) for role, point in stage.rng.sample(stops, 4)]
+    found += [(role, point, arming.STOP) for role, point in stage.rng.sample(stops, 3)]
     return found
 
 
@@ -166,13 +200,28 @@ def _apply(stage: Stage, kind: Kind) -> None:
         stage.errors.append(f"{kind.name}: {traceback.format_exc()}")
 
 
-def _nudge(stage: Stage) -> bool:
-    """Do what brings actors to the probes that are still armed: messages lost, and reclaims."""
+def _bring_losses(stage: Stage) -> None:
+    """Kill in mid-job where somebody waits for a loss: whole workers, for coordinators."""
     from tests.faults import kinds
 
-    stage.steady()
-    kinds.refuse(stage)
-    kinds.kill_worker(stage)
+    if time.monotonic() - stage.losses_brought < LOSS_EVERY:
+        return
+    stage.losses_brought = time.monotonic()
+    armed = stage.armed()
+    if any(name.startswith("coordinator.reclaim") for name in armed):
+        kinds.kill_worker(stage)
+    if any(name.startswith("worker.reclaim") for name in armed):
+        kinds.kill_horse(stage)
+
+
+def _nudge(stage: Stage) -> bool:
+    """Do what brings actors to the probes that are still armed."""
+    from tests.faults import kinds
+
+    stage.breathe()
+    _bring_losses(stage)
+    if any("mark_unsent" in name for name in stage.armed()):
+        kinds.refuse(stage)
     return False
 
 
@@ -220,6 +269,7 @@ def _judge(stage: Stage) -> dict[str, Any]:
         "hit": sorted({f"{line['point']} {line['action']}" for line in strikes if line["point"]}),
         "recovery": recovery.times(stage.strikes, lines),
         "ended": stage.ended,
+        "reasons": stage.reasons,
     }
 
 

@@ -9,26 +9,31 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from dedupjobs import lifecycle
-from dedupjobs.models import ACTIVE, WAITING, ProcessedJob, Status
+from dedupjobs.clock import DbNow
+from dedupjobs.models import ACTIVE, WAITING, JobAttempt, ProcessedJob, Status
 from tests.faults import arming, enqueuer, ledger
+from tests.faults.app.jobs import LEASE
 from tests.faults.house import House, faketime
 
 WORKERS = 3
 ENQUEUERS = 1
-BACKLOG = 25  # waiting rows above which the enqueuers slow down
-AFTER_STOP = 8.0  # seconds until a stopped process is woken: longer than lease and recovery
+BACKLOG = 12  # rows that wait, above which callers slow down and faults pause
 STOCK_COORDINATORS = 2
-MOST_FAILURES = 60  # workers that end with status 1, as RQ's do where Redis is away
+SHORT_LIFE = 2.0  # seconds; a stock worker ends at once where Redis is away
+MOST_FAILURES = 20
+PAUSE_AFTER_FAILURE = 0.5  # seconds, as a supervisor of processes has it
 
 
 @dataclass(slots=True)
@@ -41,6 +46,8 @@ class Actor:
     pid: int = 0
     wanted: bool = True
     lives: int = 0
+    started: float = 0.0
+    failures: int = 0  # lives in a row that ended at once
     popen: subprocess.Popen[bytes] | None = None
 
 
@@ -74,6 +81,7 @@ class Stage:
         self.actors: list[Actor] = []
         self.strikes: list[Strike] = []
         self.ended: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
         self.errors: list[str] = []
         self._wakes: list[tuple[float, int]] = []
         self._second: list[tuple[float, int]] = []
@@ -82,6 +90,10 @@ class Stage:
         self._pids: list[int] = []
         self._exits: dict[int, int] = {}
         self.vanished: list[Any] = []
+        self.losses_brought = 0.0
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._trouble: Exception | None = None
         self.seed = seed
 
     # ---- life
@@ -105,9 +117,14 @@ class Stage:
                 self.add("coordinator", "dedupjobs_coordinator")
         for _ in range(ENQUEUERS):
             self.add("enqueuer")
+        # Of its own, since a stopped process may hold the database that the stage waits for.
+        self._minder = threading.Thread(target=self._mind, daemon=True)
+        self._minder.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self._over.set()
+        self._minder.join()
         for actor in self.actors:
             if actor.popen is not None:
                 actor.popen.kill()
@@ -129,22 +146,24 @@ class Stage:
         """Seconds within which all jobs of §1 go on after the last fault, and then some to run."""
         usual = {"RECLAIM_EVERY": 5, "RESEND_AFTER": 30, "LEADER_TTL": 10, **self.settings}
         waits = usual["RECLAIM_EVERY"] + usual["RESEND_AFTER"] + usual["LEADER_TTL"]
-        return 4 / 3 * 5 + waits + 6 + usual["TIMEOUT_GRACE"] + 30
+        return 4 / 3 * LEASE + waits + 6 + usual["TIMEOUT_GRACE"] + 30
 
     # ---- actors
 
     def add(self, role: str, *argv: str, wanted: bool = True, **env: str) -> Actor:
         """Start an actor; with ``env`` as a program of its own, since variables can not change."""
         actor = Actor(f"{role}{len(self.actors)}", role, list(argv), wanted=wanted)
-        self.actors.append(actor)
-        if env:
-            self._execute(actor, env)
-        else:
-            self._start(actor)
+        with self._lock:
+            if env:
+                self._execute(actor, env)
+            else:
+                self._start(actor)
+            self.actors.append(actor)
         return actor
 
     def _start(self, actor: Actor) -> None:
         actor.lives += 1
+        actor.started = time.monotonic()
         argv = [f"{actor.name}x{actor.lives}"] if actor.role == "enqueuer" else actor.argv
         order = {
             "argv": argv,
@@ -185,8 +204,16 @@ class Stage:
     def alive(self, role: str) -> list[Actor]:
         return [a for a in self.actors if a.role == role and a.pid]
 
+    def _mind(self) -> None:
+        try:
+            while not self._over.wait(0.05):
+                with self._lock:
+                    self.supervise()
+        except Exception as error:
+            self._trouble = error
+
     def supervise(self) -> None:
-        """Start again who has ended, wake who was stopped, and set the pace by the backlog."""
+        """Start again who has ended, and wake who was stopped."""
         self._hear(0)
         now = time.time()
         for entry in ledger.read_from(self.home / "ledger", self._seen):
@@ -203,13 +230,18 @@ class Stage:
             if actor.pid in self._exits:
                 status = self._exits.pop(actor.pid)
                 self._note_end(actor, status)
-            if not actor.pid and actor.wanted and actor.popen is None:
+            if not actor.pid and actor.wanted and actor.popen is None and _may_start(actor):
                 self._start(actor)
 
     def _note_end(self, actor: Actor, status: int) -> None:
         self.ended[f"{actor.role} {status}"] += 1
+        if status == 1:
+            said = self.log(actor).strip().rpartition("\n")[2]
+            self.reasons[said[-160:]] += 1
         actor.pid = 0
-        if self.ended[f"{actor.role} 1"] > MOST_FAILURES:
+        failed = status == 1 and time.monotonic() - actor.started < SHORT_LIFE
+        actor.failures = actor.failures + 1 if failed else 0
+        if actor.failures > MOST_FAILURES:
             raise RuntimeError(f"{actor.name} ends again and again:\n{self.log(actor)}")
 
     def log(self, actor: Actor) -> str:
@@ -221,7 +253,8 @@ class Stage:
         if facts["what"] != "strike":
             return
         if facts["action"] == arming.STOP:
-            self._wakes += [(facts["at"] + AFTER_STOP, pid) for pid in self._stopped(facts)]
+            due = facts["at"] + 4 / 3 * LEASE + self.settings.get("RECLAIM_EVERY", 5) + 1
+            self._wakes += [(due, pid) for pid in self._stopped(facts)]
         if facts["action"] == arming.TERM_TWICE:
             self._second.append((facts["at"] + 1.15, facts["main"]))
 
@@ -230,9 +263,10 @@ class Stage:
 
     def wake_all(self) -> None:
         """Wake whoever is still stopped."""
-        for _, pid in self._wakes:
-            self.signal(pid, signal.SIGCONT)
-        self._wakes.clear()
+        with self._lock:
+            for _, pid in self._wakes:
+                self.signal(pid, signal.SIGCONT)
+            self._wakes.clear()
 
     def _hear(self, seconds: float) -> None:
         out = self.nursery.stdout
@@ -253,13 +287,9 @@ class Stage:
 
     def pause(self, seconds: float) -> None:
         """Let time pass for the actors."""
-        until = time.monotonic() + seconds
-        while True:
-            self.supervise()
-            left = until - time.monotonic()
-            if left <= 0:
-                return
-            time.sleep(min(left, 0.1))
+        time.sleep(seconds)
+        if self._trouble is not None:
+            raise self._trouble
 
     def wait_until(self, true: Any, seconds: float) -> bool:
         """Let time pass until ``true()``; False: it did not come true in time."""
@@ -276,10 +306,15 @@ class Stage:
         new.write_text(f"{seconds:.4f}")
         new.rename(self.home / "rate.txt")
 
-    def steady(self) -> None:
-        """Slow the enqueuers down where the workers are behind."""
-        waiting = ProcessedJob.objects.filter(status__in=WAITING).count()
-        self.set_pace(self.pace if waiting < BACKLOG else 1.0)
+    def breathe(self, seconds: float = 10) -> None:
+        """Let the workers catch up, or a fault would be measured by the backlog of others."""
+        self.set_pace(self.pace if self._waiting() < BACKLOG // 2 else 1.0)
+        if self._waiting() > BACKLOG:
+            self.wait_until(lambda: self._waiting() < BACKLOG // 2, seconds)
+
+    def _waiting(self) -> int:
+        due = ProcessedJob.objects.filter(status__in=WAITING, run_after__lte=DbNow())
+        return due.count()
 
     # ---- faults
 
@@ -308,6 +343,15 @@ class Stage:
         """Do what a person does after a deploy: let go what old code could not run."""
         for row in ProcessedJob.objects.filter(status=Status.HELD):
             lifecycle.unhold(row.pk, row.version)
+
+    def goes_on(self, strike: Strike) -> bool:
+        """Return whether the jobs that a fault has hit are at work again, or done."""
+        since = datetime.fromtimestamp(strike.since, UTC)
+        again = JobAttempt.objects.filter(job__in=strike.jobs, claimed_at__gt=since)
+        jobs = set(again.values_list("job_id", flat=True))
+        done = ProcessedJob.objects.filter(pk__in=strike.jobs).exclude(status__in=ACTIVE)
+        jobs |= set(done.values_list("pk", flat=True))
+        return bool(jobs) or not strike.jobs if strike.first else jobs >= set(strike.jobs)
 
     # ---- rows
 
@@ -351,3 +395,7 @@ class Stage:
     def running(self) -> list[int]:
         rows = ProcessedJob.objects.filter(status=Status.RUNNING)
         return list(rows.values_list("pk", flat=True)[:200])
+
+
+def _may_start(actor: Actor) -> bool:
+    return not actor.failures or time.monotonic() - actor.started > PAUSE_AFTER_FAILURE

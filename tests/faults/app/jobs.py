@@ -16,7 +16,7 @@ from django.db import transaction
 from dedupjobs import FOREVER, current_attempt, job
 from tests.faults import ledger
 
-LEASE = 5
+LEASE = float(os.environ.get("FAULTS_LEASE", "5"))
 TIMEOUT = 6
 # SQLite has one writer: an atomic job there must end within a third of its lease (a check).
 ATOMIC_TIMEOUT = LEASE / 3 - 0.2
@@ -100,6 +100,8 @@ def flaky(*, tag: str) -> None:
 
 @job(key="{tag}", unique_for=None, on_conflict="rerun", **OPTIONS)
 def latest(*, tag: str, number: int) -> None:
+    """Take long enough to be called again meanwhile."""
+    time.sleep(0.2)
     outside(tag, number)
 
 
@@ -125,6 +127,11 @@ def _exit() -> None:
 
 def _raise() -> None:
     raise ValueError("in the child")
+
+
+@job(key="{tag}", unique_for=FOREVER, **OPTIONS)
+def silent(*, tag: str) -> None:
+    """Do nothing."""
 
 
 if OLD_CODE:
