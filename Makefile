@@ -8,6 +8,8 @@ SEEDS ?= 5000
 JOBS ?= 1
 ARGS ?=
 SECONDS ?= 120
+HOURS ?= 1
+MINUTES ?=
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PROOFS := $(patsubst %,tests/test_%.py,exhaustive fencing moving_clock scenarios)
@@ -15,7 +17,7 @@ ON_MARIADB := $(patsubst %,tests/test_%.py,policies enqueue_many outcome run_now
   schedule ledger operations retention multidb admin docs policy_checks exhaustive fencing)
 PYTEST := $(BIN)/python -m pytest -n 2
 
-.PHONY: help demo test simulate mutants verify mariadb exhaustive check lint types layers migrations format bench wheel clean
+.PHONY: help demo test simulate mutants verify mariadb faults campaign growth exhaustive check lint types layers migrations format bench wheel clean
 
 help: ## List these commands
 	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +39,19 @@ mariadb: $(VENV)/.test ## Run what depends on the database on MariaDB, which the
 verify: $(VENV)/.test ## Run the larger proofs: model against code, fences, a moving clock
 	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) $(PROOFS) $(ARGS)
 	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) $(PROOFS) $(ARGS)
+
+faults: $(VENV)/.test ## Strike real processes and servers: every kind of fault, every probe
+	$(BIN)/python -m pytest --ds tests.faults.settings tests/faults
+	$(BIN)/python -m tests.faults $(ARGS)
+
+campaign: $(VENV)/.test ## The same for HOURS=1 or MINUTES=..., up to JOBS=..., into docs/campaign.md
+	$(BIN)/python -m tests.faults --database postgresql --database sqlite --database mariadb \
+	  $(if $(MINUTES),--minutes $(MINUTES),--hours $(HOURS)) $(if $(filter-out 1,$(JOBS)),--jobs $(JOBS)) \
+	  --write docs/campaign.md $(ARGS)
+
+growth: $(VENV)/.test ## Run 20,000 jobs with each worker class; nothing may grow
+	for worker in rq.SimpleWorker rq.Worker dedupjobs.worker.DedupWorker; do \
+	  $(BIN)/python -m tests.faults.growth $$worker $(ARGS) || exit 1; done
 
 exhaustive: $(VENV)/.test ## Explore every interleaving of one key; SECONDS=..., ARGS=--mutants
 	$(BIN)/python -m tests.exhaustive --seconds $(SECONDS) $(ARGS)

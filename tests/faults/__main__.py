@@ -61,12 +61,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--parallel", type=int, default=3, help="stages at the same time")
     parser.add_argument("--jobs", type=int, default=0, help="of all stages together, at least")
     parser.add_argument("--minutes", type=float, default=0, help="go on for so long at the most")
+    parser.add_argument("--hours", type=float, default=0, help="the same in hours")
     parser.add_argument("--each", type=int, default=1, help="rounds of all kinds per stage")
     parser.add_argument("--write", type=Path, help="the page that gets the table")
     parser.add_argument("--json", type=Path, help="the figures")
     parser.add_argument("--keep", action="store_true", help="keep the folders of bad stages")
     options = parser.parse_args()
     options.database = options.database or list(DATABASES)
+    options.minutes = options.minutes or 60 * options.hours
     if options.minutes and not options.jobs:
         options.jobs = sys.maxsize
     return options
@@ -90,6 +92,7 @@ def _play(
         jobs = min(options.jobs // count + 1, 10**9)
         arguments += ["--usual", "--jobs", str(jobs), "--seconds", str(seconds)]
         arguments += ["--pace", "0.03", "--alone", "3", "--gap", "0.4"]
+        arguments += ["--armed", "4", "--backlog", "40"]
     if options.keep:
         arguments.append("--keep")
     command = [sys.executable, "-m", "tests.faults.play", *arguments]

@@ -6,7 +6,6 @@ Does anything grow with the number of jobs? Memory, threads, files, connections,
 One worker with its coordinator, and nothing that goes wrong. What a process needs once is there
 after a fifth of the jobs; from then on nothing may grow.
 """
-# ruff: noqa: PLC0415 - what imports models can be imported only once Django is set up
 
 from __future__ import annotations
 
@@ -64,28 +63,29 @@ def _options() -> argparse.Namespace:
 
 def run(worker: str, jobs: int, database: str) -> list[Sample]:
     """Let one worker run the jobs, and look at it SAMPLES times."""
-    with tempfile.TemporaryDirectory(prefix="dedupjobs-faults-") as folder:
-        with House(database, Path(folder)) as house:
-            # Redis drops a finished message a minute later: less would be left than is new.
-            env = house.env(direct=True, settings=USUAL, worker=worker)
-            os.environ.update(env)
-            import django
-            from django.core.management import call_command
+    with (
+        tempfile.TemporaryDirectory(prefix="dedupjobs-faults-") as folder,
+        House(database, Path(folder)) as house,
+    ):
+        env = house.env(direct=True, settings=USUAL, worker=worker)
+        os.environ.update(env)
+        import django
+        from django.core.management import call_command
 
-            django.setup()
-            call_command("migrate", run_syncdb=True, verbosity=0)
-            commands = [["rqworker", "default"]]
-            if "dedupjobs" not in worker:
-                commands.append(["dedupjobs_coordinator"])
-            actors = [
-                Spawned([sys.executable, "-m", "django", *command], {**os.environ, **env})
-                for command in commands
-            ]
-            try:
-                return _samples(actors, jobs)
-            finally:
-                for actor in actors:
-                    actor.stop()
+        django.setup()
+        call_command("migrate", run_syncdb=True, verbosity=0)
+        commands = [["rqworker", "default"]]
+        if "dedupjobs" not in worker:
+            commands.append(["dedupjobs_coordinator"])
+        actors = [
+            Spawned([sys.executable, "-m", "django", *command], {**os.environ, **env})
+            for command in commands
+        ]
+        try:
+            return _samples(actors, jobs)
+        finally:
+            for actor in actors:
+                actor.stop()
 
 
 def _samples(actors: list[Spawned], jobs: int) -> list[Sample]:
@@ -141,7 +141,7 @@ def _keys() -> int:
     count = 0
     for url in (settings.RQ_URL, settings.CACHE_URL):
         with redis.Redis.from_url(url) as client, client.pipeline(transaction=False) as pipe:
-            for key in client.keys():
+            for key in list(client.scan_iter(count=1000)):
                 pipe.ttl(key)
             count += sum(not 0 < ttl <= SHORT_LIVED for ttl in pipe.execute())
     return count

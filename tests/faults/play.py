@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from tests.faults.kinds import Kind
     from tests.faults.stage import Stage
 
-ARMED_AT_ONCE = 12
 LOSS_EVERY = 2.0  # seconds
 LAST_CHANCE = 25.0  # seconds for probes that nobody has come by
 
@@ -59,6 +58,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=0, help="go on until there are so many")
     parser.add_argument("--seconds", type=float, default=0, help="but no longer than this")
     parser.add_argument("--alone", type=int, default=1, help="how often to measure recovery")
+    parser.add_argument("--armed", type=int, default=12, help="probes at the same time")
+    parser.add_argument("--backlog", type=int, default=12, help="that faults wait for")
     parser.add_argument("--gap", type=float, default=0.25, help="seconds between two kinds")
     parser.add_argument("--action", action="append", default=[], help="at each probe")
     parser.add_argument("--pace", type=float, default=0.15)
@@ -82,6 +83,7 @@ def _play(options: argparse.Namespace, home: Path) -> dict[str, Any]:
         from tests.faults.stage import Stage
 
         stage = Stage(house, options.worker, options.seed, settings, options.pace)
+        stage.backlog = options.backlog
         begun = time.monotonic()
         with stage:
             unhit = _strike(stage, options)
@@ -131,7 +133,7 @@ def _measure(stage: Stage, times: int) -> None:
         alone.append(kinds.restart_database)
     for _ in range(times):
         for apply in alone:
-            stage.breathe()
+            stage.breathe(30, most=3)
             before = len(stage.strikes)
             apply(stage)
             for strike in stage.strikes[before:]:
@@ -156,7 +158,7 @@ def _one_round(stage: Stage, options: argparse.Namespace, over: Callable[[], boo
     stage.rng.shuffle(kinds)
     stage.rng.shuffle(probes)
     while (kinds or probes) and not over():
-        _arm(stage, probes)
+        _arm(stage, probes, options.armed)
         _bring_losses(stage)
         if kinds and (not probes or stage.rng.random() < len(kinds) / (len(probes) + len(kinds))):
             _apply(stage, kinds.pop())
@@ -185,9 +187,9 @@ def _probes(stage: Stage, actions: list[str]) -> list[tuple[str, str, str]]:
     return found
 
 
-def _arm(stage: Stage, probes: list[tuple[str, str, str]]) -> None:
+def _arm(stage: Stage, probes: list[tuple[str, str, str]], most: int) -> None:
     for probe in list(probes):
-        if len(stage.armed()) >= ARMED_AT_ONCE:
+        if len(stage.armed()) >= most:
             return
         if stage.arm(*probe):
             probes.remove(probe)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from datetime import UTC, datetime
 from typing import Any
 
 from dedupjobs.models import JobAttempt
@@ -35,7 +34,3 @@ def name_of(line: dict[str, Any]) -> str:
 
 def _next(moments: list[float], since: float) -> float | None:
     return next((moment for moment in moments if moment > since), None)
-
-
-def moment(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)

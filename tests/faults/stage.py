@@ -29,7 +29,6 @@ from tests.faults.house import House, faketime
 
 WORKERS = 3
 ENQUEUERS = 1
-BACKLOG = 12  # rows that wait, above which callers slow down and faults pause
 STOCK_COORDINATORS = 2
 SHORT_LIFE = 2.0  # seconds; a stock worker ends at once where Redis is away
 MOST_FAILURES = 20
@@ -91,6 +90,7 @@ class Stage:
         self._exits: dict[int, int] = {}
         self.vanished: list[Any] = []
         self.losses_brought = 0.0
+        self.backlog = 12  # rows that wait, above which callers slow down and faults pause
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._trouble: Exception | None = None
@@ -306,11 +306,14 @@ class Stage:
         new.write_text(f"{seconds:.4f}")
         new.rename(self.home / "rate.txt")
 
-    def breathe(self, seconds: float = 10) -> None:
+    def breathe(self, seconds: float = 10, most: int | None = None) -> None:
         """Let the workers catch up, or a fault would be measured by the backlog of others."""
-        self.set_pace(self.pace if self._waiting() < BACKLOG // 2 else 1.0)
-        if self._waiting() > BACKLOG:
-            self.wait_until(lambda: self._waiting() < BACKLOG // 2, seconds)
+        most = self.backlog // 2 if most is None else most
+        waiting = self._waiting()
+        self.set_pace(self.pace if waiting <= most else 1.0)
+        if waiting > 2 * most:
+            self.wait_until(lambda: self._waiting() <= most, seconds)
+            self.set_pace(self.pace)
 
     def _waiting(self) -> int:
         due = ProcessedJob.objects.filter(status__in=WAITING, run_after__lte=DbNow())
