@@ -24,6 +24,7 @@ from typing import Any, cast
 from django.core.cache import caches
 from django.db import DatabaseError, InterfaceError, connections
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from rq import Queue, Worker
 from rq.exceptions import InvalidJobOperation
@@ -181,6 +182,7 @@ class DedupWorker(Worker):
     # ---- life of the worker
 
     def bootstrap(self, *args: Any, **kwargs: Any) -> None:
+        self._demand_one_slot()
         super().bootstrap(*args, **kwargs)
         hardening.harden_connections()
         if not dispatch.reads_json():
@@ -192,6 +194,16 @@ class DedupWorker(Worker):
         self._name_unknown_jobs()
         _warm_up()
         self._mind_coordinator()
+
+    def _demand_one_slot(self) -> None:
+        with suppress(RedisError):  # whatever else is wrong is told by what needs it
+            if self.connection.info("cluster").get("cluster_enabled"):
+                self.log.critical(
+                    "Worker %s: the Redis of its queues is in cluster mode, and RQ's transactions "
+                    "span slots. Name a server without it in RQ_QUEUES; locks may stay there.",
+                    self.name,
+                )
+                raise SystemExit(1)
 
     def teardown(self) -> None:
         if not self.is_horse:
