@@ -497,6 +497,15 @@ def test_message_that_names_no_rows_is_refused(forged: Any) -> None:
         runner.run(forged)
 
 
+def test_worker_under_debug_keeps_no_statement_of_earlier_jobs(settings: Any) -> None:
+    settings.DEBUG = True
+    kept = []
+    for tag in "abc":
+        runner.run([[jobs.record.enqueue(tag=tag).job.pk, 1]])
+        kept.append(len(connection.queries))
+    assert kept[2] == kept[1] > 0
+
+
 @committing
 def test_delivery_takes_the_lock_and_frees_it(transactional_db: None) -> None:
     row = jobs.record.enqueue(tag="a").job
