@@ -231,8 +231,21 @@ class DedupWorker(Worker):
             super().check_for_suspension(burst)
 
     def run_maintenance_tasks(self) -> None:
-        with self._without_redis():
+        with self._without_redis(), self._despite_rubbish():
             super().run_maintenance_tasks()
+
+    def dequeue_job_and_maintain_ttl(self, *args: Any, **kwargs: Any) -> Any:
+        while True:
+            with self._despite_rubbish():
+                return super().dequeue_job_and_maintain_ttl(*args, **kwargs)
+
+    @contextmanager
+    def _despite_rubbish(self) -> Iterator[None]:
+        """Go on if an id in RQ's lists is no text, which somebody else must have put there."""
+        try:
+            yield
+        except UnicodeDecodeError as error:
+            self.log.error("Worker %s: an id in RQ's lists is no text: %s", self.name, error)
 
     def maintain_heartbeats(self, job: RqJob, execution: Execution) -> None:
         with self._without_redis():

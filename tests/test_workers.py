@@ -300,6 +300,21 @@ def test_worker_names_the_jobs_at_start_that_it_can_not_run_and_parks_their_rows
     live.wait_for(jobs.record.enqueue(tag="known"))
 
 
+# ---- rubbish
+
+
+@with_sqlite
+def test_dedup_worker_goes_on_although_ids_in_redis_are_no_text(spawn: Spawn) -> None:
+    with live.rq_client() as client:
+        client.rpush("rq:queue:default:intermediate", b"\xff\xfe")
+        client.rpush("rq:queue:default", b"\xff\xfd")
+    outcome = jobs.record.enqueue(tag="behind rubbish")
+    worker = live.start_worker(spawn)
+    live.wait_for(outcome)
+    assert worker.is_alive()
+    assert "is no text" in worker.output
+
+
 # ---- one writer at a time
 
 

@@ -46,8 +46,6 @@ class Sample:
 def main() -> int:
     options = _options()
     samples = run(options.worker, options.jobs, options.database)
-    for sample in samples:
-        print(json.dumps(asdict(sample)))
     grown = complaints(samples)
     print("\n".join(grown) or "nothing grows")
     return 1 if grown else 0
@@ -99,6 +97,7 @@ def _samples(actors: list[Spawned], jobs: int) -> list[Sample]:
         until(_all_done, 300, every=0.05, what="the page is done")
         if (start + PAGE) // every > start // every:
             samples.append(_sample(actors, start + PAGE))
+            print(json.dumps(asdict(samples[-1])), flush=True)
     return samples
 
 
