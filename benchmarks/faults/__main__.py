@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -97,16 +98,21 @@ def play(contestant: Contestant) -> dict[str, Any]:
         from benchmarks.faults import jobs
         from benchmarks.faults.models import Effect
         from benchmarks.faults.script import Script
+        from dedupjobs.models import ACTIVE, ProcessedJob
 
         queues = ["default", "low"][: contestant.queues]
-        script = Script(home, valkey, proxy, queues, Effect.objects.count)
+
+        def moves() -> int:
+            """Count what changes while something goes on: effects, and our rows still at it."""
+            active = ProcessedJob.objects.filter(status__in=ACTIVE).count()
+            return Effect.objects.count() + (time.monotonic_ns() if active else 0)
+
+        script = Script(home, valkey, proxy, queues, moves)
         script.play(
             lambda number, queue: jobs.call(
                 contestant.dress, number, retry=contestant.retry, queue=queue
             )
         )
-        from dedupjobs.models import ProcessedJob
-
         states = Counter(ProcessedJob.objects.values_list("status", flat=True))
         effects = Counter(Effect.objects.values_list("number", flat=True))
     return {

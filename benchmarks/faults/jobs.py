@@ -17,7 +17,7 @@ from rq import Retry
 from dedupjobs import FOREVER, job
 
 SHORT, LONG = 0.02, 0.5  # seconds before the effect, and after it
-EVERY = 8  # so many jobs are short, then one is long
+EVERY = 5  # so many jobs are short, then one is long
 
 
 def work(number: int) -> None:

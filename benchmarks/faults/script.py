@@ -19,14 +19,15 @@ from tests.processes import Spawned
 from tests.proxy import Proxy
 from tests.servers import Valkey
 
-CALLS = 140
+CALLS = 140  # at least; they go on until all faults have struck
 PACE = 0.25  # seconds between two calls; two workers keep up with it
 TWICE = 5  # every fifth is a double click
 BURST = 15
-PATIENCE = 8.0  # seconds to find a job at the place where it shall be hit
+PATIENCE = 30.0  # seconds to find a job at the place where it shall be hit
 PAUSED = 9.0  # seconds that a process is stopped: longer than lease and recovery
 RQ_GIVES_UP = 100.0  # seconds after which RQ itself takes a worker for dead
-STILL = 20.0  # seconds without an effect, after which no more is expected
+STILL = 20.0  # seconds without an effect and with empty queues: no more is expected
+LONGEST_REST = 400.0
 
 
 class Script:
@@ -58,10 +59,9 @@ class Script:
         supervising.start()
         striking = threading.Thread(target=self._strike, args=(call,), daemon=True)
         striking.start()
-        for _ in range(CALLS):
+        while striking.is_alive() or len(self.called) < CALLS:
             self._call(call)
             time.sleep(PACE)
-        striking.join()
         self._rest(RQ_GIVES_UP)
         for worker in list(self.workers):  # a deploy: RQ looks for dead workers' jobs at a start
             worker.signal(signal.SIGTERM)
@@ -72,13 +72,19 @@ class Script:
             worker.stop()
 
     def _rest(self, least: float) -> None:
-        """Return once no effect has come for STILL seconds, and not before ``least`` are over."""
+        """Return once all is still, and not before ``least`` seconds are over."""
         begun = changed = time.monotonic()
         count = self._count()
         while time.monotonic() < max(begun + least, changed + STILL):
             time.sleep(0.5)
-            if self._count() != count:
+            if self._count() != count or self._queued():
                 count, changed = self._count(), time.monotonic()
+            if time.monotonic() > begun + LONGEST_REST:
+                raise TimeoutError("the queues do not get empty")
+
+    def _queued(self) -> int:
+        with self.valkey.client() as client:
+            return sum(client.llen(f"rq:queue:{queue}") for queue in self.queues)
 
     # ---- calls
 

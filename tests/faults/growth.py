@@ -65,7 +65,8 @@ def run(worker: str, jobs: int, database: str) -> list[Sample]:
         tempfile.TemporaryDirectory(prefix="dedupjobs-faults-") as folder,
         House(database, Path(folder)) as house,
     ):
-        env = house.env(direct=True, settings=USUAL, worker=worker)
+        settings = {**USUAL, "PUSH_TIMEOUT": 10}  # a page is no web request
+        env = house.env(direct=True, settings=settings, worker=worker)
         os.environ.update(env)
         import django
         from django.core.management import call_command
