@@ -30,8 +30,8 @@ demo: $(VENV)/.demo ## Run the sample shop under fire; ONCE=1 ends after the res
 	ONCE=$(ONCE) $(BIN)/python -m project.demo
 
 test: $(VENV)/.test ## Run the suite on SQLite, then on PostgreSQL
-	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) $(PROOFS:%=--ignore=%) --ignore=tests/simulation --ignore=tests/mutants $(ARGS)
-	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) $(PROOFS:%=--ignore=%) --ignore=tests/simulation --ignore=tests/mutants $(ARGS)
+	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) $(PROOFS:%=--ignore=%) --ignore=tests/simulation --ignore=tests/mutants --ignore=tests/faults $(ARGS)
+	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) $(PROOFS:%=--ignore=%) --ignore=tests/simulation --ignore=tests/mutants --ignore=tests/faults $(ARGS)
 
 mariadb: $(VENV)/.test ## Run what depends on the database on MariaDB, which the machine must have
 	DEDUPJOBS_TEST_DB=mariadb $(PYTEST) $(ON_MARIADB) $(ARGS)
