@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import connection
+from django.db import OperationalError, connection
 from django.test.utils import CaptureQueriesContext
 
 from dedupjobs import lifecycle
@@ -383,6 +383,47 @@ def test_message_in_a_live_execution_is_not_sent_again_but_one_in_a_dead_executi
         assert coordinator.tick().resent == 0
         client.zadd("rq:wip:default", {f"{popped}:execution": now - 1})
     assert coordinator.tick().resent == 1
+
+
+def test_message_whose_worker_died_before_its_claim_is_sent_again_while_rq_still_believes_in_it(
+    coordinator: Coordinator,
+) -> None:
+    outcome = jobs.record.enqueue(tag="registered")
+    with live.rq_client() as client:
+        popped = client.lpop("rq:queue:default")
+        client.zadd("rq:wip:default", {f"{popped}:execution": client.time()[0] + 90})
+    live.sent_ago(outcome, FAR + 1)
+    assert coordinator.tick().resent == 0, "a worker may just have started it"
+    with live.brisk(**PATIENT, RESEND_AFTER=0.5):
+        until(lambda: coordinator.tick().resent == 1, PATIENCE, what="it is sent again")
+    assert live.queued() == message_ids(outcome)
+
+
+def test_ids_in_redis_that_are_no_text_stop_no_coordinator(coordinator: Coordinator) -> None:
+    outcome = jobs.record.enqueue(tag="beside rubbish")
+    live.sent_ago(outcome, FAR + 1)
+    with live.rq_client() as client:
+        client.lpop("rq:queue:default")
+        client.rpush("rq:queue:default", b"\xff\xfe")
+        client.rpush("rq:queue:default:intermediate", b"\xff\xfe")
+        client.zadd("rq:wip:default", {b"\xff\xfe": client.time()[0] + 90})
+    assert coordinator.tick().resent == 1
+
+
+def test_coordinator_without_its_database_tries_again_every_few_seconds() -> None:
+    pauses: list[float] = []
+
+    def fail(*_: Any) -> None:
+        raise OperationalError("the database is away")
+
+    def rest(seconds: float) -> bool:
+        pauses.append(seconds)
+        return len(pauses) > 12
+
+    with connection.execute_wrapper(fail):
+        Coordinator().run(rest)
+    assert pauses[0] < pauses[1] < pauses[2], "more slowly"
+    assert max(pauses) == 5, "but it is noticed soon that the database is back"
 
 
 def test_wiped_redis_has_all_waiting_rows_sent_again_at_once(coordinator: Coordinator) -> None:

@@ -314,7 +314,7 @@ def terminated_before_the_commit() -> Iterator[None]:
 def lost_on_the_commits_way() -> Iterator[None]:
     with (
         live.through_proxy() as proxy,
-        at("settle.uncommitted", lambda: proxy.lose_request(b"COMMIT")),
+        at("settle.uncommitted", lambda: proxy.cut_before(b"COMMIT")),
     ):
         yield
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,15 +15,27 @@ import redis
 from django.conf import settings
 from django.core.cache import cache
 
-from dedupjobs import clock, lifecycle, locks, probes, runner
+from dedupjobs import (
+    FOREVER,
+    clock,
+    current_attempt,
+    job,
+    lifecycle,
+    locks,
+    probes,
+    runner,
+    signals,
+    stats,
+)
 from dedupjobs.lifecycle import Place
 from dedupjobs.locks import Grip
 from dedupjobs.models import AttemptOutcome, Status
 from tests import live
 from tests.app import jobs
+from tests.app.jobs import note
 from tests.proxy import Proxy
 from tests.rows import together
-from tests.servers import HOST
+from tests.servers import HOST, Valkey, free_port
 from tests.waiting import until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -356,3 +370,85 @@ def test_deliveries_of_one_row_under_two_prefixes_at_once_run_it_once() -> None:
     assert sorted(map(str, delivered)) == ["None", "None", str(Status.SUCCEEDED)]
     assert live.outcomes(outcome) == [SUCCEEDED]
     until(lambda: live.notes("race") == [""])
+
+
+# ---- a job with children
+
+
+@job(key="forked:{tag}", unique_for=FOREVER)
+def fork_and_look(*, tag: str, how: str) -> None:
+    """Have a child that leaves as ``how`` says, then note who holds the lock."""
+    if (child := os.fork()) == 0:
+        if how == "raise":
+            raise ValueError("in the child")
+        if how == "sys.exit":
+            sys.exit(0)
+        return
+    os.waitpid(child, 0)
+    note(tag, str(locks.holder(current_attempt().job.pk)))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("how", ["return", "raise", "sys.exit"])
+def test_job_that_forks_does_not_give_up_its_parents_lock(how: str) -> None:
+    outcome = fork_and_look.enqueue(tag=how, how=how)
+    run(outcome)
+    assert live.notes(how) == [live.attempt(outcome).owner], "held until its own end"
+    assert live.outcomes(outcome) == [SUCCEEDED]
+    assert live.locks_left() == []
+
+
+# ---- Redis in cluster mode
+
+
+@pytest.fixture
+def cluster() -> Iterator[Valkey]:
+    """One node that holds all slots, and refuses commands whose keys lie in several."""
+    port = str(free_port())  # the usual one, 10,000 above its own, may not exist
+    mode = ("--cluster-enabled", "yes", "--cluster-databases", "256", "--cluster-port", port)
+    with Valkey(*mode) as server, server.client() as client:
+        client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        until(lambda: b"cluster_state:ok" in _state(client), what="the cluster is up")
+        yield server
+
+
+def _state(client: redis.Redis) -> bytes:
+    return bytes(client.execute_command("CLUSTER", "INFO"))
+
+
+def test_locks_and_the_ledger_work_on_a_redis_that_refuses_keys_of_several_slots(
+    cluster: Valkey,
+) -> None:
+    troubles: list[Any] = []
+
+    def hear(**facts: Any) -> None:
+        troubles.append(facts)
+
+    signals.lock_trouble.connect(hear)
+    caches = live.redis_at(cluster.url)["CACHES"]
+    try:
+        with live.changed(CACHES=caches):
+            assert locks.acquire(7, "me", ttl=30) is Grip.HELD
+            assert locks.extend(7, "me", ttl=60) is Grip.HELD
+            assert locks.replace(7, "you", ttl=60) is Grip.HELD
+            assert locks.release(7, "you") is Grip.HELD
+            assert locks.lead("me", ttl=30) is Grip.HELD
+            locks.resign("me")
+            outcome = jobs.record.enqueue(tag="cluster")
+            jobs.record.enqueue(tag="cluster")
+            run(outcome)
+            run(outcome)
+            assert live.outcomes(outcome) == [SUCCEEDED]
+            assert stats.fold().duplicates == 2
+    finally:
+        signals.lock_trouble.disconnect(hear)
+    assert troubles == []
+
+
+def test_worker_whose_queues_are_on_a_cluster_says_so_and_ends(
+    cluster: Valkey, spawn: live.Spawn
+) -> None:
+    worker = spawn("rqworker", "default", **{**live.env_of(), "DEDUPJOBS_TEST_REDIS": cluster.url})
+    assert worker.wait(live.PATIENCE) != 0
+    assert "cluster mode" in worker.output
+    assert "Traceback" not in worker.output

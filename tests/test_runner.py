@@ -489,12 +489,21 @@ def test_message_of_several_rows_runs_each() -> None:
 @pytest.mark.parametrize(
     "forged",
     ["os.system", {"pk": 1}, [1, 1], [[1]], [[1, 1, 1]], [["1", 1]], [[True, 1]], [[-1, 1]],
-     [[2**63, 1]], None],
-    ids=str,
+     [[2**63, 1]], None, [[1, 99]] * 1_001],
+    ids=lambda forged: str(forged)[:20],
 )  # fmt: skip
 def test_message_that_names_no_rows_is_refused(forged: Any) -> None:
     with pytest.raises(ArgumentError, match="is no list of"):
         runner.run(forged)
+
+
+def test_worker_under_debug_keeps_no_statement_of_earlier_jobs(settings: Any) -> None:
+    settings.DEBUG = True
+    kept = []
+    for tag in "abc":
+        runner.run([[jobs.record.enqueue(tag=tag).job.pk, 1]])
+        kept.append(len(connection.queries))
+    assert kept[2] == kept[1] > 0
 
 
 @committing

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import django_rq
 import pytest
 from django.conf import settings
+from django.db import connection, connections, transaction
 from redis import Redis
 from rq import Queue
 from rq.job import Job as RqJob
@@ -21,6 +24,7 @@ from dedupjobs.dispatch import Delivery
 from dedupjobs.models import AttemptOutcome, JobAttempt, ProcessedJob, Status
 from tests import live, sessions
 from tests.app import jobs
+from tests.app.models import Ledger
 from tests.live import DEDUP, PATIENCE, SIMPLE, STOCK, Spawn, with_server, with_sqlite
 from tests.waiting import until
 
@@ -279,3 +283,63 @@ def test_worker_names_the_jobs_at_start_that_it_can_not_run_and_parks_their_rows
     assert "app.of_tomorrow" in row.error
     assert row.failures == 0
     live.wait_for(jobs.record.enqueue(tag="known"))
+
+
+# ---- rubbish
+
+
+@with_sqlite
+def test_dedup_worker_goes_on_although_ids_in_redis_are_no_text(spawn: Spawn) -> None:
+    with live.rq_client() as client:
+        client.rpush("rq:queue:default:intermediate", b"\xff\xfe")
+        client.rpush("rq:queue:default", b"\xff\xfd")
+    outcome = jobs.record.enqueue(tag="behind rubbish")
+    worker = live.start_worker(spawn)
+    live.wait_for(outcome)
+    assert worker.is_alive()
+    assert "is no text" in worker.output
+
+
+# ---- one writer at a time
+
+
+@contextmanager
+def writing() -> Iterator[list[Exception]]:
+    """Let a web process's thread write all the time; yield what went wrong there."""
+    over = threading.Event()
+    errors: list[Exception] = []
+
+    def write() -> None:
+        try:
+            while not over.wait(0.005):
+                with transaction.atomic():
+                    Ledger.objects.create(tag="web")
+        except Exception as error:
+            errors.append(error)
+        finally:
+            connections.close_all()
+
+    web = threading.Thread(target=write, daemon=True)
+    web.start()
+    try:
+        yield errors
+    finally:
+        over.set()
+        web.join()
+
+
+@pytest.mark.large
+@pytest.mark.skipif(connection.vendor != "sqlite", reason="about SQLite's one writer")
+@pytest.mark.timeout(400)
+def test_500_jobs_run_once_each_on_sqlite_while_the_web_writes(spawn: Spawn) -> None:
+    with live.changed(RQ={"WORKER_CLASS": SIMPLE}):
+        start(spawn, SIMPLE)
+        live.start_worker(spawn, worker=SIMPLE)
+        with writing() as errors:
+            for page in range(10):
+                jobs.record.enqueue_many([{"tag": f"{page}.{n}"} for n in range(50)])
+            left = ProcessedJob.objects.exclude(status=Status.SUCCEEDED)
+            until(lambda: not left.all().exists(), 300, what="all jobs are done")
+    assert errors == [], "nobody was told that the database is locked"
+    assert list(JobAttempt.objects.values_list("outcome", flat=True)) == [SUCCEEDED] * 500
+    assert Ledger.objects.exclude(tag="web").count() == 500
