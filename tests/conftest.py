@@ -11,6 +11,7 @@ import redis
 from django.conf import settings
 from django.db import connection
 
+from dedupjobs import cache
 from tests.processes import Spawned
 
 # What asks no database runs once, with the first of them.
@@ -27,6 +28,7 @@ def _empty_redis() -> None:
     for url in (settings.RQ_URL, settings.CACHE_URL):
         with redis.Redis.from_url(url) as client:
             client.flushdb()
+    cache.forget_clients()
 
 
 @pytest.fixture

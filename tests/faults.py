@@ -21,7 +21,7 @@ from django.test import override_settings
 from rq.job import Job as RqJob
 from rq.serializers import JSONSerializer
 
-from dedupjobs import clock, dispatch, lifecycle, locks
+from dedupjobs import cache, clock, dispatch, lifecycle, locks
 from dedupjobs.clock import DbNow
 from dedupjobs.lifecycle import Claim, Place
 from dedupjobs.models import AttemptOutcome, JobAttempt, ProcessedJob, Status
@@ -188,6 +188,7 @@ def _forget_clients() -> None:
     caches.close_all()
     dispatch.forget_clients()
     locks.forget_clients()
+    cache.forget_clients()
 
 
 @contextmanager

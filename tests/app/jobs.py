@@ -37,6 +37,11 @@ def record_hourly(*, tag: str) -> None:
     note(tag)
 
 
+@job(key="brief:{tag}", unique_for=timedelta(seconds=2), timeout=2)
+def record_briefly(*, tag: str) -> None:
+    note(tag)
+
+
 @job(key=None)
 def record_always(*, tag: str) -> None:
     note(tag)
