@@ -206,7 +206,7 @@ def _status_cache(**_: Any) -> list[CheckMessage]:
             Error(
                 f'DEDUPJOBS["STATUS_CACHE"] is {alias!r}, which CACHES lacks.',
                 hint="Add a django-redis cache under this alias, or set None for no status cache.",
-                id="dedupjobs.E019",
+                id="dedupjobs.E021",
             )
         ]
     if hasattr(getattr(cache, "client", None), "get_client"):
@@ -217,7 +217,7 @@ def _status_cache(**_: Any) -> list[CheckMessage]:
             f"CACHES[{alias!r}] is {backend}, which is no Redis that processes share.",
             hint=f'Use "{SHARED_BACKENDS}", name an alias that does in DEDUPJOBS["STATUS_CACHE"], '
             "or set None for no status cache.",
-            id="dedupjobs.E020",
+            id="dedupjobs.E022",
         )
     ]
 
@@ -234,7 +234,7 @@ def _invalidated_caches(**_: Any) -> list[CheckMessage]:
                         f"Job {job.name} invalidates entries of cache {alias!r}, which CACHES "
                         f"lacks (there: {known}).",
                         hint="Add the cache, or correct invalidates= of the job.",
-                        id="dedupjobs.E021",
+                        id="dedupjobs.E023",
                     )
                 )
             elif _ignores_exceptions(options):
@@ -244,7 +244,7 @@ def _invalidated_caches(**_: Any) -> list[CheckMessage]:
                         "errors (IGNORE_EXCEPTIONS): an entry that could not be deleted stays, and "
                         "nobody is told.",
                         hint="Give such entries a short TTL, or take IGNORE_EXCEPTIONS away.",
-                        id="dedupjobs.W007",
+                        id="dedupjobs.W008",
                     )
                 )
     return found

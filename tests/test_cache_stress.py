@@ -60,7 +60,9 @@ def test_no_reader_goes_back_in_time_and_all_agree_with_the_database_in_the_end(
             end.touch()
             reports = [json.loads(reader.communicate(timeout=120)[0]) for reader in readers]
     assert [report["older"] for report in reports] == [0] * READERS
-    assert all(report["reads"] > KEYS and report["heard"] and report["cut"] for report in reports)
+    assert min(report["reads"] for report in reports) > KEYS
+    assert min(report["heard"] for report in reports) > 0
+    assert max(report["cut"] for report in reports) > 0
     rows = ProcessedJob.objects.filter(key_hash__in=hashes)
     truth = {row.key_hash: [row.pk, row.version, row.status] for row in rows}
     for report in reports:

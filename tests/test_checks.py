@@ -193,17 +193,17 @@ def test_lock_cache_under_another_alias_passes() -> None:
         assert found() == {}
 
 
-def test_status_cache_that_does_not_exist_is_e019() -> None:
+def test_status_cache_that_does_not_exist_is_e021() -> None:
     with override_settings(DEDUPJOBS={"STATUS_CACHE": "status"}):
-        assert "'status'" in only("dedupjobs.E019").msg
+        assert "'status'" in only("dedupjobs.E021").msg
 
 
 @pytest.mark.parametrize("backend", ["locmem.LocMemCache", "dummy.DummyCache", "redis.RedisCache"])
-def test_status_cache_of_another_backend_is_e020(backend: str) -> None:
+def test_status_cache_of_another_backend_is_e022(backend: str) -> None:
     path = f"django.core.cache.backends.{backend}"
     caches = {**settings.CACHES, "status": {"BACKEND": path, "LOCATION": settings.CACHE_URL}}
     with override_settings(CACHES=caches, DEDUPJOBS={"STATUS_CACHE": "status"}):
-        message = only("dedupjobs.E020")
+        message = only("dedupjobs.E022")
     assert path in message.msg
     assert "django_redis.cache.RedisCache" in message.hint
 
@@ -222,14 +222,14 @@ def invalidating() -> Iterator[None]:
     registry.forget("checks.invalidating")
 
 
-def test_job_that_invalidates_a_cache_that_does_not_exist_is_e021(invalidating: None) -> None:
-    assert "'pages'" in only("dedupjobs.E021").msg
+def test_job_that_invalidates_a_cache_that_does_not_exist_is_e023(invalidating: None) -> None:
+    assert "'pages'" in only("dedupjobs.E023").msg
 
 
-def test_job_that_invalidates_a_cache_that_hides_its_errors_is_w007(invalidating: None) -> None:
+def test_job_that_invalidates_a_cache_that_hides_its_errors_is_w008(invalidating: None) -> None:
     hiding = {**settings.CACHES["default"], "OPTIONS": {"IGNORE_EXCEPTIONS": True}}
     with override_settings(CACHES={**settings.CACHES, "pages": hiding}):
-        assert "IGNORE_EXCEPTIONS" in only("dedupjobs.W007").msg
+        assert "IGNORE_EXCEPTIONS" in only("dedupjobs.W008").msg
 
 
 # ---- worker
