@@ -65,6 +65,7 @@ class Reader:
 
 def main(end: Path, seed: int, keys: list[str]) -> None:
     invalidation.ensure_listening()
+    Path(f"{end}.{seed}").touch()
     reader = Reader(end, seed, keys)
     reader.run()
     time.sleep(conf.get().L1_TTL * 2)

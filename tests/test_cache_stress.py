@@ -54,6 +54,8 @@ def test_no_reader_goes_back_in_time_and_all_agree_with_the_database_in_the_end(
             for n in range(READERS)
         ]
         try:
+            ready = [Path(f"{end}.{seed + n}") for n in range(READERS)]
+            until(lambda: all(path.exists() for path in ready), 120, what="all readers read")
             disturb(chance, tags)
             until(all_final, 120, every=0.2, what="all jobs have ended")
         finally:
