@@ -41,12 +41,16 @@ from dedupjobs.lifecycle.rows import (
     Change,
     Claim,
     alias,
+    assert_unbroken,
     attempts,
+    codes,
     database_now,
     jobs,
+    mark_transaction,
     names,
     seconds_until_due,
     skip_locked,
+    waited_in_vain,
 )
 from dedupjobs.lifecycle.sending import mark_sent, mark_unsent, new_dispatch_id
 from dedupjobs.lifecycle.settling import (
@@ -66,6 +70,7 @@ from dedupjobs.lifecycle.settling import (
 
 __all__ = [  # noqa: RUF022 - in the order a job meets them
     "alias", "jobs", "attempts", "names", "database_now", "seconds_until_due", "skip_locked",
+    "codes", "waited_in_vain", "mark_transaction", "assert_unbroken",
     "Answer", "enqueue", "enqueue_many",
     "Change", "Claim", "Place", "claim", "claimed_by", "begin",
     "Pulse", "beat", "look", "lock_open", "renew",
