@@ -35,9 +35,7 @@ def test_no_reader_goes_back_in_time_and_all_agree_with_the_database_in_the_end(
 ) -> None:
     seed = random.randrange(2**32)
     print("seed", seed)
-    chance = random.Random(seed)
-    tags = [f"t{n}" for n in range(KEYS)]
-    ours = json.dumps(OURS)
+    tags, ours = [f"t{n}" for n in range(KEYS)], json.dumps(OURS)
     with faults.changed(DEDUPJOBS={**OURS, "LISTEN": "never"}):
         hashes = [jobs.record_briefly.enqueue(tag=tag).job.key_hash for tag in tags]
         for _ in range(WORKERS):
@@ -56,7 +54,7 @@ def test_no_reader_goes_back_in_time_and_all_agree_with_the_database_in_the_end(
         try:
             ready = [Path(f"{end}.{seed + n}") for n in range(READERS)]
             until(lambda: all(path.exists() for path in ready), 120, what="all readers read")
-            disturb(chance, tags)
+            disturb(random.Random(seed), tags)
             until(all_final, 120, every=0.2, what="all jobs have ended")
         finally:
             end.touch()

@@ -87,10 +87,10 @@ class Command(BaseCommand):
                 facts |= {"entries": reached.entries, "listeners": reached.listeners}
             self.stdout.write(json.dumps(facts))
         elif reached is None:
-            self.stdout.write(f"{jobs} jobs would be invalidated.")
+            self.stdout.write(f"{jobs} job(s) would be invalidated.")
         else:
             self.stdout.write(
-                f"{jobs} jobs: {reached.entries} entries deleted, {reached.listeners} listeners "
+                f"{jobs} job(s): {reached.entries} entries deleted, {reached.listeners} listeners "
                 "told. (That is no proof that all have heard: without it they forget after "
                 f"{conf.get().L1_TTL:g} s.)"
             )
