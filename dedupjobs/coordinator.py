@@ -33,7 +33,7 @@ HEAD = 100  # ids read at the head of a queue to find one of ours
 CROWD = 10_000  # ids searched for one of ours where foreign jobs crowd the head
 EPOCH_TTL = 86_400
 PATIENCE = 5.0  # seconds that a page of messages may take
-WORST_PAUSE = 30.0  # seconds between tries while something is away
+WORST_PAUSE = 5.0  # seconds between tries while something is away, so also until it is noticed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class Coordinator:
 
     owner: str = field(default_factory=clock.token)
     _beats: dict[int, tuple[datetime, float]] = field(default_factory=dict)
-    _popped: dict[str, float] = field(default_factory=dict)
+    _taken: dict[str, float] = field(default_factory=dict)
     _wiped: dict[str, datetime] = field(default_factory=dict)
     _schedule: Schedule = field(default_factory=Schedule)
     _next: dict[str, float] = field(default_factory=dict)
@@ -237,7 +237,7 @@ class Coordinator:
         if not _sent_before(queue, horizon).exists():
             return 0
         view = dispatch.view(queue, count=HEAD)
-        in_hands = view.started | self._freshly_popped(view.popped)
+        in_hands = self._freshly_taken(view.started | view.popped)
         first = _first_of_ours(view.head)
         if first is not None:
             horizon = min(horizon, first - after)
@@ -276,16 +276,17 @@ class Coordinator:
                     break
         return total
 
-    def _freshly_popped(self, popped: frozenset[str]) -> set[str]:
+    def _freshly_taken(self, ids: frozenset[str]) -> set[str]:
         """
-        Return the popped ids that we have not yet seen for RESEND_AFTER.
+        Return the ids in workers' hands that we have not yet seen there for RESEND_AFTER.
 
-        A worker that died between pop and start leaves its id there until RQ cleans up, which
-        takes up to half an hour.
+        A worker that died between pop and start leaves its id for up to half an hour, one that
+        died between start and claim for as long as RQ believes in it, up to 90 seconds. A living
+        one claims at once; should it be slow, the copy finds the row taken.
         """
         now = clock.monotonic()
-        self._popped = {i: self._popped.get(i, now) for i in popped}
-        return {i for i, since in self._popped.items() if now - since < conf.get().RESEND_AFTER}
+        self._taken = {i: self._taken.get(i, now) for i in ids}
+        return {i for i, since in self._taken.items() if now - since < conf.get().RESEND_AFTER}
 
 
 def tell_lost(lost: Lost, cause: str) -> None:

@@ -246,7 +246,8 @@ def _epoch_key() -> str:
 
 
 def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    # Whoever writes to this Redis may have put anything there; an id that is no text is not ours.
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 # ---- the producer's own client

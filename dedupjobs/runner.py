@@ -62,6 +62,7 @@ CLAIM_PATIENCE = 5.0  # seconds; afterwards the row waits for the coordinator
 
 LOST_TO_ANOTHER = (AttemptOutcome.LOST, AttemptOutcome.RETURNED)
 LARGEST = 2**63  # a primary key is smaller
+MOST_ROWS = 1_000  # of one message; a forged one must not keep a worker for hours
 
 
 @dataclass(slots=True)
@@ -130,11 +131,13 @@ def deliver(pk: int, generation: int, *, owner: str, lock: bool = True) -> Statu
 
 def _checked(deliveries: Any) -> list[tuple[int, int]]:
     """Return the message's rows; a forged or foreign one is an error, not code to run."""
-    if isinstance(deliveries, list):
+    if isinstance(deliveries, list) and len(deliveries) <= MOST_ROWS:
         pairs = [d for d in deliveries if isinstance(d, list) and list(map(type, d)) == [int, int]]
         if len(pairs) == len(deliveries) and all(0 <= n < LARGEST for p in pairs for n in p):
             return [(pk, generation) for pk, generation in pairs]
-    raise ArgumentError(f"{str(deliveries)[:100]!r} is no list of [pk, generation]")
+    raise ArgumentError(
+        f"{str(deliveries)[:100]!r} is no list of at most {MOST_ROWS} [pk, generation]"
+    )
 
 
 def _in_transaction() -> bool:

@@ -2,10 +2,12 @@
 The ledger of duplicates: counted in Redis, where a hot key costs no row lock, and folded into
 the tables by the coordinator. A wiped Redis loses what was not folded yet, ten seconds or so.
 
-    <PREFIX>:duplicates           hash    "<row pk>:<cause>:<job>" → count
-    <PREFIX>:samples              list    JSON of the newest SAMPLES duplicates
-    <PREFIX>:fold                 text    the token of the fold that is under way
-    <PREFIX>:fold:<token>         hash    what it folds: the first key, renamed
+    <PREFIX>:{ledger}:duplicates      hash    "<row pk>:<cause>:<job>" → count
+    <PREFIX>:{ledger}:samples         list    JSON of the newest SAMPLES duplicates
+    <PREFIX>:{ledger}:fold            text    the token of the fold that is under way
+    <PREFIX>:{ledger}:fold:<token>    hash    what it folds: the first key, renamed
+
+The braces keep all four in one slot, where Redis is a cluster.
 """
 
 from __future__ import annotations
@@ -304,7 +306,7 @@ def _keep_newest(table: Any, count: int) -> None:
 
 
 def _key(name: str) -> str:
-    return f"{conf.get().PREFIX}:{name}"
+    return f"{conf.get().PREFIX}:{{ledger}}:{name}"
 
 
 def _text(value: Any) -> str:

@@ -25,6 +25,7 @@ from typing import Any, cast
 from django.core.cache import caches
 from django.db import DatabaseError, InterfaceError, connections
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from rq import Queue, Worker
 from rq.exceptions import InvalidJobOperation
@@ -183,6 +184,7 @@ class DedupWorker(Worker):
     # ---- life of the worker
 
     def bootstrap(self, *args: Any, **kwargs: Any) -> None:
+        self._demand_one_slot()
         super().bootstrap(*args, **kwargs)
         hardening.harden_connections()
         if not dispatch.reads_json():
@@ -194,6 +196,16 @@ class DedupWorker(Worker):
         self._name_unknown_jobs()
         _warm_up()
         self._mind_coordinator()
+
+    def _demand_one_slot(self) -> None:
+        with suppress(RedisError):  # whatever else is wrong is told by what needs it
+            if self.connection.info("cluster").get("cluster_enabled"):
+                self.log.critical(
+                    "Worker %s: the Redis of its queues is in cluster mode, and RQ's transactions "
+                    "span slots. Name a server without it in RQ_QUEUES; locks may stay there.",
+                    self.name,
+                )
+                raise SystemExit(1)
 
     def teardown(self) -> None:
         if not self.is_horse:
@@ -221,8 +233,21 @@ class DedupWorker(Worker):
             super().check_for_suspension(burst)
 
     def run_maintenance_tasks(self) -> None:
-        with self._without_redis():
+        with self._without_redis(), self._despite_rubbish():
             super().run_maintenance_tasks()
+
+    def dequeue_job_and_maintain_ttl(self, *args: Any, **kwargs: Any) -> Any:
+        while True:
+            with self._despite_rubbish():
+                return super().dequeue_job_and_maintain_ttl(*args, **kwargs)
+
+    @contextmanager
+    def _despite_rubbish(self) -> Iterator[None]:
+        """Go on if an id in RQ's lists is no text, which somebody else must have put there."""
+        try:
+            yield
+        except UnicodeDecodeError as error:
+            self.log.error("Worker %s: an id in RQ's lists is no text: %s", self.name, error)
 
     def maintain_heartbeats(self, job: RqJob, execution: Execution) -> None:
         with self._without_redis():

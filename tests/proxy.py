@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +14,7 @@ from tests.waiting import until
 
 HOST = "127.0.0.1"
 CHUNK = 65536
+RESETTING = struct.pack("ii", 1, 0)  # SO_LINGER: closing drops what is unsent and sends RST
 
 
 class Mode(Enum):
@@ -33,8 +35,9 @@ class Proxy:
         self.swallowed = threading.Event()
         self._mode = Mode.PASS
         self._delay = 0.0
+        self._slice = CHUNK
         self._marker = b""
-        self._loses = False
+        self._reaches = True
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._links: set[_Link] = set()
@@ -54,6 +57,7 @@ class Proxy:
         """Forward everything again, at once; a request that a black hole took stays lost."""
         self._mode = Mode.PASS
         self._delay = 0.0
+        self._slice = CHUNK
         self._marker = b""
         if self._listener is None:
             until(self._listens_again, what=f"port {self.port} is free again")
@@ -70,6 +74,15 @@ class Proxy:
         """Hold each piece of a reply back for `seconds`."""
         self._delay = seconds
 
+    def slice(self, size: int) -> None:
+        """Send replies in pieces of at most ``size`` bytes."""
+        self._slice = size
+
+    def cut_before(self, marker: bytes) -> None:
+        """Cut the connection of the next request that contains ``marker``; it reaches nobody."""
+        self.swallow_reply_to(marker)
+        self._reaches = False
+
     def swallow_reply_to(self, marker: bytes) -> None:
         """Let the next request that contains `marker` reach the server, and lose its reply.
 
@@ -77,17 +90,24 @@ class Proxy:
         The client must write the marker in one piece.
         """
         self.swallowed.clear()
-        self._marker, self._loses = marker, False
-
-    def lose_request(self, marker: bytes) -> None:
-        """Let the next request that contains `marker` not reach the server, and cut its line."""
-        self._marker, self._loses = marker, True
+        self._reaches = True
+        self._marker = marker
 
     def cut(self) -> None:
         """Cut all connections that are open now."""
         with self._lock:
             links = list(self._links)
         for link in links:
+            link.cut()
+
+    def reset(self) -> None:
+        """Cut all connections that are open now in such a way that the client sees a reset."""
+        with self._lock:
+            links = list(self._links)
+        for link in links:
+            with suppress(OSError):
+                link.client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESETTING)
+            link.resets = True
             link.cut()
 
     def close(self) -> None:
@@ -147,10 +167,10 @@ class Proxy:
             while data := link.client.recv(CHUNK):
                 if self._mode is Mode.BLACK_HOLE:
                     continue
-                if self._takes_marker(data):
-                    if self._loses:
-                        break
-                    link.swallows = True
+                link.swallows = link.swallows or self._takes_marker(data)
+                if link.swallows and not self._reaches:
+                    self.swallowed.set()
+                    break
                 server.sendall(data)
         link.cut()
 
@@ -169,13 +189,21 @@ class Proxy:
                     break
                 self._closed.wait(self._delay)
                 if self._mode is Mode.PASS:
-                    link.client.sendall(data)
+                    self._send(link.client, data)
         link.cut()
+
+    def _send(self, client: socket.socket, data: bytes) -> None:
+        size = self._slice
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(data), size):
+            client.sendall(data[start : start + size])
 
     def _in_thread(self, target: Callable[..., None], *args: object) -> threading.Thread:
         thread = threading.Thread(target=target, args=args, daemon=True)
-        self._threads.append(thread)
         thread.start()
+        with self._lock:
+            self._threads = [other for other in self._threads if other.is_alive()]
+            self._threads.append(thread)
         return thread
 
 
@@ -186,12 +214,15 @@ class _Link:
         self.client = client
         self.server: socket.socket | None = None
         self.swallows = False
+        self.resets = False
 
     def cut(self) -> None:
         """End both directions; whoever waits in recv() wakes up."""
         for sock in self._sockets():
+            # Nothing may be sent before the close that resets; a closed read end wakes recv(), too.
+            quietly = self.resets and sock is self.client
             with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RD if quietly else socket.SHUT_RDWR)
 
     def close(self) -> None:
         for sock in self._sockets():

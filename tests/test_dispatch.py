@@ -21,9 +21,9 @@ from dedupjobs import dispatch, probes, signals
 from dedupjobs.coordinator import Coordinator
 from dedupjobs.dispatch import Delivery
 from dedupjobs.models import AttemptOutcome, JobAttempt, ProcessedJob, Status
-from tests import faults
+from tests import live
 from tests.app import jobs
-from tests.faults import PATIENCE
+from tests.live import PATIENCE
 from tests.proxy import Proxy
 from tests.servers import HOST, Valkey
 from tests.waiting import until
@@ -50,7 +50,7 @@ def proxy(server: Valkey) -> Iterator[Proxy]:
         client.flushall()
     with (
         Proxy(server.port) as made,
-        faults.changed(DEDUPJOBS={}, **faults.redis_at(f"redis://{HOST}:{made.port}")),
+        live.changed(DEDUPJOBS={}, **live.redis_at(f"redis://{HOST}:{made.port}")),
     ):
         yield made
 
@@ -105,14 +105,14 @@ def all_run_once(outcomes: list[Any]) -> None:
 
     def done() -> bool:
         coordinator.tick()
-        faults.work_off()
+        live.work_off()
         return not ProcessedJob.objects.exclude(status=Status.SUCCEEDED).exists()
 
     until(done, PATIENCE, what="all rows are handed over and run")
     assert JobAttempt.objects.count() == len(outcomes)
     assert not JobAttempt.objects.exclude(outcome=AttemptOutcome.SUCCEEDED).exists()
     for outcome in outcomes:
-        assert len(faults.notes(outcome.job.key.removeprefix("record:"))) == 1
+        assert len(live.notes(outcome.job.key.removeprefix("record:"))) == 1
 
 
 # ---- faults: each is a context in which Redis is sick
@@ -220,15 +220,15 @@ def test_first_failed_push_opens_the_breaker_so_that_the_next_ones_fail_at_once(
 
 def test_breaker_closes_once_redis_is_back_however_many_enqueues_come(proxy: Proxy) -> None:
     proxy.refuse()
-    assert faults.row_of(jobs.record.enqueue(tag="dark")).dispatched_at is None
+    assert live.row_of(jobs.record.enqueue(tag="dark")).dispatched_at is None
     proxy.pass_through()
     numbers = iter(range(10_000))
     until(
-        lambda: faults.row_of(jobs.record.enqueue(tag=f"light {next(numbers)}")).dispatched_at,
+        lambda: live.row_of(jobs.record.enqueue(tag=f"light {next(numbers)}")).dispatched_at,
         PATIENCE,
         what="a push succeeds",
     )
-    assert len(faults.queued()) == 1
+    assert len(live.queued()) == 1
 
 
 # ---- lost replies, hooks
@@ -238,23 +238,23 @@ def test_push_whose_reply_is_lost_is_not_repeated_by_the_client_and_its_copy_run
     proxy: Proxy,
 ) -> None:
     jobs.record.enqueue(tag="opens the connection")
-    assert faults.work_off() == 1
+    assert live.work_off() == 1
     proxy.swallow_reply_to(b"RPUSH")
     outcome = jobs.record.enqueue(tag="swallowed")
     assert proxy.swallowed.wait(PATIENCE)
-    assert len(faults.queued()) == 1, "the server has it, once"
-    assert faults.row_of(outcome).dispatched_at is None, "we do not know it"
+    assert len(live.queued()) == 1, "the server has it, once"
+    assert live.row_of(outcome).dispatched_at is None, "we do not know it"
     coordinator = Coordinator()
     coordinator.tick()
     until(
-        lambda: coordinator.tick() and len(faults.queued()) >= 2,
+        lambda: coordinator.tick() and len(live.queued()) >= 2,
         PATIENCE,
         what="the coordinator sends another",
     )
-    assert len(set(faults.queued())) == len(faults.queued())
-    assert faults.work_off() >= 2
-    assert faults.outcomes(outcome) == [AttemptOutcome.SUCCEEDED]
-    assert faults.notes("swallowed") == [""]
+    assert len(set(live.queued())) == len(live.queued())
+    assert live.work_off() >= 2
+    assert live.outcomes(outcome) == [AttemptOutcome.SUCCEEDED]
+    assert live.notes("swallowed") == [""]
 
 
 def test_commit_hooks_around_ours_run_although_redis_is_gone(proxy: Proxy) -> None:
@@ -265,7 +265,7 @@ def test_commit_hooks_around_ours_run_although_redis_is_gone(proxy: Proxy) -> No
         outcome = jobs.record.enqueue(tag="middle")
         transaction.on_commit(lambda: ran.append("after"))
     assert ran == ["before", "after"]
-    assert faults.row_of(outcome).status == Status.PENDING
+    assert live.row_of(outcome).status == Status.PENDING
 
 
 @pytest.mark.parametrize("point", ["push.before", "push.after"])
@@ -284,7 +284,7 @@ def test_commit_hooks_around_ours_run_whatever_a_push_raises(proxy: Proxy, point
     finally:
         probes.hook = None
     assert ran == ["before", "after"]
-    assert faults.row_of(outcome).status == Status.PENDING
+    assert live.row_of(outcome).status == Status.PENDING
 
 
 def test_receiver_that_raises_changes_no_enqueue(proxy: Proxy) -> None:
@@ -300,7 +300,7 @@ def test_receiver_that_raises_changes_no_enqueue(proxy: Proxy) -> None:
         for signal in (signals.hand_over_failed, signals.job_enqueued):
             signal.disconnect(fail)
     assert outcome.created
-    assert faults.row_of(outcome).dispatched_at is None
+    assert live.row_of(outcome).dispatched_at is None
 
 
 def test_push_to_a_queue_that_was_removed_leaves_its_row_and_pushes_the_others(
@@ -309,23 +309,23 @@ def test_push_to_a_queue_that_was_removed_leaves_its_row_and_pushes_the_others(
     here = jobs.record.enqueue(tag="here")
     gone = jobs.record.enqueue(tag="gone")
     ProcessedJob.objects.filter(pk=gone.job.pk).update(queue="removed")
-    with faults.rq_client() as client:
+    with live.rq_client() as client:
         client.delete("rq:queue:default")
-    rows = [faults.row_of(gone), faults.row_of(here)]
+    rows = [live.row_of(gone), live.row_of(here)]
     pushed = dispatch.push(
         Delivery(queue=r.queue, dispatch_id=r.dispatch_id or "", name=r.name, rows=((r.pk, 1),))
         for r in rows
     )
     assert pushed == 1
-    assert faults.queued() == [rows[1].dispatch_id]
+    assert live.queued() == [rows[1].dispatch_id]
     assert "removed" in str(failures[0])
-    assert faults.row_of(gone).dispatched_at is None
+    assert live.row_of(gone).dispatched_at is None
 
 
 def test_message_carries_rows_and_nothing_else_and_does_not_stay(proxy: Proxy) -> None:
     outcome = jobs.record.enqueue(tag="secret", text="of a customer")
-    (message_id,) = faults.queued()
-    assert message_id == faults.row_of(outcome).dispatch_id
+    (message_id,) = live.queued()
+    assert message_id == live.row_of(outcome).dispatch_id
     with redis.Redis.from_url(settings.RQ_QUEUES["default"]["URL"]) as client:
         message = RqJob.fetch(message_id, connection=client, serializer=JSONSerializer)
     assert (message.func_name, message.args, message.kwargs) == (

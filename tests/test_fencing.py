@@ -22,11 +22,11 @@ from dedupjobs.exceptions import LeaseLost
 from dedupjobs.heartbeat import Heart
 from dedupjobs.lifecycle import Claim, Lost, Place
 from dedupjobs.models import JobAttempt, ProcessedJob, Status
-from tests import faults, sessions
+from tests import live, sessions
 from tests.app import fenced
 from tests.app.jobs import note
 from tests.app.models import Ledger
-from tests.faults import PATIENCE, Spawn, deliver
+from tests.live import PATIENCE, Spawn, deliver
 from tests.rows import Pause, Side, at, has_row_locks, together
 from tests.sessions import needs_server
 from tests.waiting import until
@@ -249,7 +249,7 @@ def test_completion_that_is_rolled_back_leaves_no_effect_and_the_job_runs_again(
     assert ProcessedJob.objects.get().failures == failures
     until(lambda: deliver(row) == Status.SUCCEEDED)
     assert effects() == ["effect 2"]
-    assert faults.outcomes_of(row.pk) == [ending, "SUCCEEDED"]
+    assert live.outcomes_of(row.pk) == [ending, "SUCCEEDED"]
 
 
 def test_error_after_the_completion_changes_nothing() -> None:
@@ -271,7 +271,7 @@ def test_completion_after_the_lease_was_lost_leaves_no_effect() -> None:
     with at("user_code.before", lose):
         assert deliver(row) is None
     assert effects() == []
-    assert faults.outcomes_of(row.pk) == ["LOST"]
+    assert live.outcomes_of(row.pk) == ["LOST"]
     assert deliver(row) == Status.SUCCEEDED
     assert effects() == ["effect 2"]
 
@@ -295,12 +295,12 @@ def test_completion_in_the_wrong_place_is_refused_and_says_why(specimen: Any, wo
 @needs_server
 def test_completion_whose_commit_has_no_reply_is_a_success_once() -> None:
     row = fenced.complete_itself.enqueue(tag="a").job
-    with faults.through_proxy() as proxy:
+    with live.through_proxy() as proxy:
         with at("settle.uncommitted", lambda: proxy.swallow_reply_to(b"COMMIT")):
             assert deliver(row) == Status.SUCCEEDED
         assert proxy.swallowed.is_set()
     assert effects() == ["effect 1"]
-    assert faults.outcomes_of(row.pk) == ["SUCCEEDED"]
+    assert live.outcomes_of(row.pk) == ["SUCCEEDED"]
 
 
 @contextmanager
@@ -313,8 +313,8 @@ def terminated_before_the_commit() -> Iterator[None]:
 @contextmanager
 def lost_on_the_commits_way() -> Iterator[None]:
     with (
-        faults.through_proxy() as proxy,
-        at("settle.uncommitted", lambda: proxy.lose_request(b"COMMIT")),
+        live.through_proxy() as proxy,
+        at("settle.uncommitted", lambda: proxy.cut_before(b"COMMIT")),
     ):
         yield
 
@@ -331,7 +331,7 @@ def test_completion_whose_commit_never_arrived_is_interrupted_and_the_job_runs_a
     assert ProcessedJob.objects.get().failures == 0
     assert deliver(row) == Status.SUCCEEDED
     assert effects() == ["effect 2"]
-    assert faults.outcomes_of(row.pk) == ["INTERRUPTED", "SUCCEEDED"]
+    assert live.outcomes_of(row.pk) == ["INTERRUPTED", "SUCCEEDED"]
 
 
 # ---- real processes
@@ -372,12 +372,12 @@ def test_horse_and_parent_stopped_past_the_lease_and_woken_write_only_without_a_
     spawn: Spawn, tmp_path: Path, specimen: Any, order: str
 ) -> None:
     release = tmp_path / "release"
-    sleeper = faults.start_worker(spawn, AUTODISCOVER=["jobs", "fenced"])
+    sleeper = live.start_worker(spawn, AUTODISCOVER=["jobs", "fenced"])
     row = specimen.enqueue(tag="a", release=str(release)).job
-    horse = faults.begun("a", 1)
-    other = faults.start_worker(spawn, AUTODISCOVER=["jobs", "fenced"])
+    horse = live.begun("a", 1)
+    other = live.start_worker(spawn, AUTODISCOVER=["jobs", "fenced"])
     stop(sleeper.pid, horse)
-    faults.begun("a", 2)
+    live.begun("a", 2)
     if order.startswith("after"):
         Path(f"{release}.2").touch()
         until(lambda: "write 2" in writes(), PATIENCE)
@@ -393,4 +393,4 @@ def test_horse_and_parent_stopped_past_the_lease_and_woken_write_only_without_a_
         worker.wait(PATIENCE)
     stale = [] if specimen is fenced.write_fenced else ["write 1"]
     assert sorted(writes()) == [*stale, "write 2"]
-    assert faults.outcomes_of(row.pk) == ["LOST", "SUCCEEDED"]
+    assert live.outcomes_of(row.pk) == ["LOST", "SUCCEEDED"]

@@ -16,9 +16,9 @@ from dedupjobs.exceptions import Cancel, Hold, LeaseLost
 from dedupjobs.heartbeat import Heart, beating
 from dedupjobs.lifecycle import Claim, Pulse
 from dedupjobs.models import AttemptOutcome, JobAttempt, ProcessedJob, Status
-from tests import faults, sessions
+from tests import live, sessions
 from tests.app import jobs
-from tests.faults import PATIENCE, Spawn
+from tests.live import PATIENCE, Spawn
 from tests.sessions import needs_row_locks, needs_server
 from tests.waiting import until
 
@@ -30,7 +30,7 @@ LEASE = 0.6  # seconds; a beat each 0.1 s
 @pytest.fixture(autouse=True)
 def _patient() -> Iterator[None]:
     """A busy machine must not look like a fault."""
-    with faults.brisk(LOCK_TIMEOUT=10, PUSH_TIMEOUT=10):
+    with live.brisk(LOCK_TIMEOUT=10, PUSH_TIMEOUT=10):
         yield
 
 
@@ -42,7 +42,7 @@ def outcome() -> Any:
 @pytest.fixture
 def claim(outcome: Any) -> Claim:
     """A claim that nobody works at, with its lock."""
-    made = faults.claimed(outcome, lease=LEASE, overdue=-LEASE)
+    made = live.claimed(outcome, lease=LEASE, overdue=-LEASE)
     locks.acquire(made.job_pk, made.owner, ttl=LEASE)
     return made
 
@@ -106,7 +106,7 @@ def test_beats_end_with_the_block_and_leave_no_thread(claim: Claim, heart: Heart
 
 
 def test_beat_renews_an_expired_lease_that_nobody_has_reclaimed(claim: Claim, heart: Heart) -> None:
-    faults.set_lease(claim.fence, beat_at=-100, lease_until=-50)
+    live.set_lease(claim.fence, beat_at=-100, lease_until=-50)
     assert heart.tick() == Pulse()
     assert row(claim).lease_until > lifecycle.database_now()
 
@@ -134,12 +134,12 @@ def test_beat_writes_progress_and_activity_that_the_job_has_noted(
 
 def test_progress_of_a_running_job_is_seen_from_outside(spawn: Spawn, tmp_path: Path) -> None:
     release = tmp_path / "release"
-    faults.start_worker(spawn)
+    live.start_worker(spawn)
     outcome = jobs.report_progress.enqueue(tag="progress", release=str(release))
-    faults.begun("progress")
-    until(lambda: faults.attempt(outcome).progress == '[3, 7, "halfway"]', PATIENCE)
+    live.begun("progress")
+    until(lambda: live.attempt(outcome).progress == '[3, 7, "halfway"]', PATIENCE)
     release.touch()
-    faults.wait_for(outcome)
+    live.wait_for(outcome)
 
 
 # ---- lost
@@ -201,7 +201,7 @@ def test_check_raises_what_an_operator_has_asked_for_since_the_last_beat(
     attempt = Attempt(claim, heart)
     heart.tick()
     attempt.check()
-    assert ask(outcome.job.pk, faults.row_of(outcome).version) == Status.RUNNING
+    assert ask(outcome.job.pk, live.row_of(outcome).version) == Status.RUNNING
     heart.tick()
     with pytest.raises(wish, match="request"):
         attempt.check()
@@ -209,7 +209,7 @@ def test_check_raises_what_an_operator_has_asked_for_since_the_last_beat(
 
 def test_check_looks_by_itself_where_no_beat_comes(outcome: Any, claim: Claim) -> None:
     attempt = Attempt(claim, heart_of(claim, lease=1_000))
-    lifecycle.cancel(outcome.job.pk, faults.row_of(outcome).version)
+    lifecycle.cancel(outcome.job.pk, live.row_of(outcome).version)
 
     def raises() -> bool:
         try:
@@ -232,13 +232,13 @@ def test_check_looks_by_itself_where_no_beat_comes(outcome: Any, claim: Claim) -
 def test_running_job_that_checks_obeys_an_operator(
     spawn: Spawn, tmp_path: Path, ask: Any, status: Status, ending: AttemptOutcome
 ) -> None:
-    faults.start_worker(spawn)
+    live.start_worker(spawn)
     never = str(tmp_path / "never")
     outcome = jobs.wait.enqueue(tag="asked", release=never, checks=True)
-    faults.begun("asked")
-    assert ask(outcome.job.pk, faults.row_of(outcome).version) == Status.RUNNING
-    row = faults.wait_for(outcome, status)
-    assert faults.outcomes(outcome) == [ending]
+    live.begun("asked")
+    assert ask(outcome.job.pk, live.row_of(outcome).version) == Status.RUNNING
+    row = live.wait_for(outcome, status)
+    assert live.outcomes(outcome) == [ending]
     assert (row.cancel_requested, row.hold_requested) == (False, False)
     assert row.failures == 0
 
@@ -266,7 +266,7 @@ def test_beat_of_a_locked_attempt_is_skipped_without_waiting_and_is_not_lost(
 ) -> None:
     heart.tick()
     beat_at = row(claim).beat_at
-    with faults.rows_locked(JobAttempt.objects.filter(pk=claim.fence)):
+    with live.rows_locked(JobAttempt.objects.filter(pk=claim.fence)):
         assert heart.tick() == Pulse(), "it would hang here"
         assert row(claim).beat_at == beat_at
     assert not heart.lost.is_set()
@@ -280,26 +280,26 @@ def test_business_transaction_on_the_jobs_row_starves_no_beat_and_delays_only_th
     spawn: Spawn, tmp_path: Path
 ) -> None:
     release = tmp_path / "release"
-    workers = [faults.start_worker(spawn) for _ in range(2)]
+    workers = [live.start_worker(spawn) for _ in range(2)]
     outcome = jobs.wait.enqueue(tag="busy row", release=str(release))
-    faults.begun("busy row")
-    first = faults.attempt(outcome)
-    with faults.rows_locked(ProcessedJob.objects.filter(pk=outcome.job.pk)):
+    live.begun("busy row")
+    first = live.attempt(outcome)
+    with live.rows_locked(ProcessedJob.objects.filter(pk=outcome.job.pk)):
         until(
-            lambda: (faults.attempt(outcome).beat_at - first.lease_until).total_seconds() > 0.5,
+            lambda: (live.attempt(outcome).beat_at - first.lease_until).total_seconds() > 0.5,
             PATIENCE,
             what="it beats on after its first lease",
         )
         release.touch()
-        until(lambda: "end 1" in faults.notes("busy row"), PATIENCE)
-        settling = faults.attempt(outcome).lease_until
+        until(lambda: "end 1" in live.notes("busy row"), PATIENCE)
+        settling = live.attempt(outcome).lease_until
         until(
             lambda: (lifecycle.database_now() - settling).total_seconds() > 1.2,
             PATIENCE,
             what="the lease is over while it settles",
         )
-        assert faults.row_of(outcome).status == Status.RUNNING
-    faults.wait_for(outcome)
-    assert faults.outcomes(outcome) == [AttemptOutcome.SUCCEEDED]
-    assert faults.notes("busy row") == ["begin 1", "end 1"]
+        assert live.row_of(outcome).status == Status.RUNNING
+    live.wait_for(outcome)
+    assert live.outcomes(outcome) == [AttemptOutcome.SUCCEEDED]
+    assert live.notes("busy row") == ["begin 1", "end 1"]
     assert all(worker.is_alive() for worker in workers)

@@ -17,9 +17,9 @@ from rq.serializers import JSONSerializer
 from dedupjobs import dispatch, lifecycle
 from dedupjobs.dispatch import Delivery
 from dedupjobs.models import AttemptOutcome, JobAttempt, Kind, Status
-from tests import faults, sessions
+from tests import live, sessions
 from tests.app import jobs
-from tests.faults import DEDUP, PATIENCE, SIMPLE, STOCK, Spawn, with_server, with_sqlite
+from tests.live import DEDUP, PATIENCE, SIMPLE, STOCK, Spawn, with_server, with_sqlite
 from tests.processes import Spawned
 from tests.waiting import until
 
@@ -43,15 +43,15 @@ def stop_and_find_nothing_left(*workers: Spawned) -> None:
     for worker in workers:
         worker.wait(PATIENCE)
         until(lambda w=worker: not w.children(), PATIENCE, what=f"{worker.title} left no process")
-    assert faults.locks_left() == []
-    assert faults.eternal_keys() == []
+    assert live.locks_left() == []
+    assert live.eternal_keys() == []
     if connection.vendor != "sqlite":
         until(lambda: not sessions.others(), PATIENCE, what="the connections are closed")
 
 
 def send_copy(outcome: object) -> None:
     """Push a second message for a row, as a lost reply or another coordinator would."""
-    row = faults.row_of(outcome)
+    row = live.row_of(outcome)
     dispatch.push(
         [
             Delivery(
@@ -70,7 +70,7 @@ def send_copy(outcome: object) -> None:
 def test_horse_killed_is_closed_as_lost_and_its_row_runs_again_at_once(
     spawn: Spawn, tmp_path: Path
 ) -> None:
-    worker = faults.start_worker(spawn)
+    worker = live.start_worker(spawn)
     seconds = math.inf
     for run in range(RUNS):
         seconds = min(seconds, kill_a_horse(f"horse {run}", tmp_path / f"release {run}"))
@@ -84,35 +84,35 @@ def test_horse_killed_is_closed_as_lost_and_its_row_runs_again_at_once(
 def kill_a_horse(tag: str, release: Path) -> float:
     """Return the seconds from the death of a job's horse to the next claim, which succeeds."""
     outcome = jobs.wait_with_long_lease.enqueue(tag=tag, release=str(release))
-    horse = faults.begun(tag)
+    horse = live.begun(tag)
     killed_at = lifecycle.database_now()
-    faults.kill(horse)
-    faults.begun(tag, 2)
+    live.kill(horse)
+    live.begun(tag, 2)
     release.touch()
-    row = faults.wait_for(outcome)
-    assert faults.outcomes(outcome) == [LOST, SUCCEEDED]
+    row = live.wait_for(outcome)
+    assert live.outcomes(outcome) == [LOST, SUCCEEDED]
     assert (row.lost_count, row.failures) == (1, 0)
-    assert faults.notes(tag) == ["begin 1", "begin 2", "end 2"]
-    return (faults.attempt(outcome, 2).claimed_at - killed_at).total_seconds()
+    assert live.notes(tag) == ["begin 1", "begin 2", "end 2"]
+    return (live.attempt(outcome, 2).claimed_at - killed_at).total_seconds()
 
 
 def test_horse_and_parent_killed_are_recovered_by_another_worker_after_the_lease(
     spawn: Spawn, release: Path
 ) -> None:
-    doomed = faults.start_worker(spawn)
+    doomed = live.start_worker(spawn)
     outcome = jobs.wait.enqueue(tag="both", release=str(release))
-    horse = faults.begun("both")
-    faults.kill(doomed.pid)
-    faults.kill(horse)
+    horse = live.begun("both")
+    live.kill(doomed.pid)
+    live.kill(horse)
     doomed.wait()
-    other = faults.start_worker(spawn)
+    other = live.start_worker(spawn)
     again = jobs.wait.enqueue(tag="both", release=str(release))
     assert (again.kind, again.job.pk) == (Kind.DUPLICATE, outcome.job.pk)
-    faults.begun("both", 2)
+    live.begun("both", 2)
     release.touch()
-    row = faults.wait_for(outcome)
-    first, second = faults.attempt(outcome), faults.attempt(outcome, 2)
-    assert faults.outcomes(outcome) == [LOST, SUCCEEDED]
+    row = live.wait_for(outcome)
+    first, second = live.attempt(outcome), live.attempt(outcome, 2)
+    assert live.outcomes(outcome) == [LOST, SUCCEEDED]
     assert first.ended_at >= first.lease_until, "nobody takes a live lease"
     assert second.pk > first.pk
     assert row.lost_count == 1
@@ -125,25 +125,25 @@ def test_horse_and_parent_killed_are_recovered_by_another_worker_after_the_lease
 def test_parent_killed_alone_leaves_a_horse_that_beats_and_finishes_once(
     spawn: Spawn, release: Path
 ) -> None:
-    doomed = faults.start_worker(spawn)
-    coordinator = faults.coordinator_of(doomed)
+    doomed = live.start_worker(spawn)
+    coordinator = live.coordinator_of(doomed)
     outcome = jobs.wait.enqueue(tag="orphan", release=str(release))
-    horse = faults.begun("orphan")
-    other = faults.start_worker(spawn)
-    faults.kill(doomed.pid)
+    horse = live.begun("orphan")
+    other = live.start_worker(spawn)
+    live.kill(doomed.pid)
     doomed.wait()
-    leased_until = faults.attempt(outcome).lease_until
+    leased_until = live.attempt(outcome).lease_until
     until(
-        lambda: (faults.attempt(outcome).lease_until - leased_until).total_seconds() > 2.5,
+        lambda: (live.attempt(outcome).lease_until - leased_until).total_seconds() > 2.5,
         PATIENCE,
         what="the horse beats on for longer than a lease",
     )
     release.touch()
-    faults.wait_for(outcome)
-    until(lambda: not faults.is_running(horse), PATIENCE, what="the horse ends")
-    until(lambda: not faults.is_running(coordinator), PATIENCE, what="the coordinator ends")
-    assert faults.outcomes(outcome) == [SUCCEEDED]
-    assert faults.notes("orphan") == ["begin 1", "end 1"]
+    live.wait_for(outcome)
+    until(lambda: not live.is_running(horse), PATIENCE, what="the horse ends")
+    until(lambda: not live.is_running(coordinator), PATIENCE, what="the coordinator ends")
+    assert live.outcomes(outcome) == [SUCCEEDED]
+    assert live.notes("orphan") == ["begin 1", "end 1"]
     stop_and_find_nothing_left(other)
 
 
@@ -151,16 +151,16 @@ def test_parent_killed_alone_leaves_a_horse_that_beats_and_finishes_once(
 def test_horse_killed_under_a_stock_worker_is_recovered_by_the_coordinator_after_the_lease(
     spawn: Spawn, release: Path
 ) -> None:
-    with faults.changed(RQ={"WORKER_CLASS": STOCK}):
-        worker = faults.start_worker(spawn, worker=STOCK)
-        faults.start_coordinator(spawn)
+    with live.changed(RQ={"WORKER_CLASS": STOCK}):
+        worker = live.start_worker(spawn, worker=STOCK)
+        live.start_coordinator(spawn)
         outcome = jobs.wait.enqueue(tag="stock", release=str(release))
-        faults.kill(faults.begun("stock"))
-        faults.begun("stock", 2)
+        live.kill(live.begun("stock"))
+        live.begun("stock", 2)
         release.touch()
-        faults.wait_for(outcome)
-    first = faults.attempt(outcome)
-    assert faults.outcomes(outcome) == [LOST, SUCCEEDED]
+        live.wait_for(outcome)
+    first = live.attempt(outcome)
+    assert live.outcomes(outcome) == [LOST, SUCCEEDED]
     assert first.ended_at >= first.lease_until
     assert worker.is_alive()
 
@@ -168,29 +168,29 @@ def test_horse_killed_under_a_stock_worker_is_recovered_by_the_coordinator_after
 def test_horse_of_a_job_that_must_not_be_repeated_blindly_killed_leaves_it_held(
     spawn: Spawn, release: Path
 ) -> None:
-    faults.start_worker(spawn)
+    live.start_worker(spawn)
     outcome = jobs.wait_carefully.enqueue(tag="held", release=str(release))
-    faults.kill(faults.begun("held"))
-    row = faults.wait_for(outcome, Status.HELD)
-    assert faults.outcomes(outcome) == [LOST]
+    live.kill(live.begun("held"))
+    row = live.wait_for(outcome, Status.HELD)
+    assert live.outcomes(outcome) == [LOST]
     assert "lost" in row.error
     again = jobs.wait_carefully.enqueue(tag="held", release=str(release))
     assert again.kind is Kind.BLOCKED
     release.touch()
     assert lifecycle.unhold(row.pk, row.version) == Status.PENDING
-    faults.wait_for(outcome)
-    assert faults.outcomes(outcome) == [LOST, SUCCEEDED]
+    live.wait_for(outcome)
+    assert live.outcomes(outcome) == [LOST, SUCCEEDED]
 
 
 def test_horse_killed_by_itself_is_lost_each_time_until_its_budget_is_used(spawn: Spawn) -> None:
-    worker = faults.start_worker(spawn)
+    worker = live.start_worker(spawn)
     outcome = jobs.leave.enqueue(tag="exit", how="os._exit")
-    row = faults.wait_for(outcome, Status.DEAD)
-    assert faults.outcomes(outcome) == [LOST] * 3
+    row = live.wait_for(outcome, Status.DEAD)
+    assert live.outcomes(outcome) == [LOST] * 3
     assert (row.lost_count, row.failures) == (3, 0)
     assert "lost" in row.error
     assert jobs.leave.enqueue(tag="exit", how="os._exit").kind is Kind.CREATED, "the key is free"
-    faults.wait_for(outcome, Status.DEAD)
+    live.wait_for(outcome, Status.DEAD)
     stop_and_find_nothing_left(worker)
 
 
@@ -203,12 +203,12 @@ def test_horse_killed_by_itself_under_a_stock_worker_is_found_by_the_coordinator
     spawn: Spawn,
 ) -> None:
     env = {"DEFAULTS": {"lease": 0.6}}
-    with faults.changed(RQ={"WORKER_CLASS": STOCK}):
-        faults.start_worker(spawn, worker=STOCK, **env)
-        faults.start_coordinator(spawn, **env)
+    with live.changed(RQ={"WORKER_CLASS": STOCK}):
+        live.start_worker(spawn, worker=STOCK, **env)
+        live.start_coordinator(spawn, **env)
         outcome = jobs.leave.enqueue(tag="exit", how="os._exit")
-        faults.wait_for(outcome, Status.DEAD)
-    assert faults.outcomes(outcome) == [LOST] * 3
+        live.wait_for(outcome, Status.DEAD)
+    assert live.outcomes(outcome) == [LOST] * 3
 
 
 # ---- jobs that hang or keep everything for themselves
@@ -219,13 +219,13 @@ def test_horse_killed_by_itself_under_a_stock_worker_is_found_by_the_coordinator
 def test_job_holding_the_gil_longer_than_its_lease_lives_by_its_parents_beats(
     spawn: Spawn,
 ) -> None:
-    faults.start_worker(spawn)
-    faults.start_worker(spawn)
+    live.start_worker(spawn)
+    live.start_worker(spawn)
     outcome = jobs.hold_gil.enqueue(tag="gil", seconds=3)
-    faults.wait_for(outcome)
-    only = faults.attempt(outcome)
-    assert faults.outcomes(outcome) == [SUCCEEDED]
-    assert faults.notes("gil") == ["1"]
+    live.wait_for(outcome)
+    only = live.attempt(outcome)
+    assert live.outcomes(outcome) == [SUCCEEDED]
+    assert live.notes("gil") == ["1"]
     assert (only.ended_at - only.claimed_at).total_seconds() > 1.5, "it outlived its first lease"
     assert only.beat_at > only.claimed_at
 
@@ -234,16 +234,16 @@ def test_job_holding_the_gil_longer_than_its_lease_lives_by_its_parents_beats(
 def test_hanging_job_with_signals_masked_is_killed_after_the_grace_as_timed_out(
     spawn: Spawn,
 ) -> None:
-    worker = faults.start_worker(spawn)
+    worker = live.start_worker(spawn)
     outcome = jobs.hang.enqueue(tag="masked", how="signals masked")
-    row = faults.wait_for(outcome, Status.DEAD)
-    only = faults.attempt(outcome)
-    assert faults.outcomes(outcome) == [TIMED_OUT]
+    row = live.wait_for(outcome, Status.DEAD)
+    only = live.attempt(outcome)
+    assert live.outcomes(outcome) == [TIMED_OUT]
     assert (row.failures, row.lost_count) == (1, 0)
     assert only.error_class == "builtins.TimeoutError"
     assert "killed" in only.error_message
     assert (only.ended_at - only.claimed_at).total_seconds() >= 1.5, "time-out and grace"
-    assert faults.locks_left() == []
+    assert live.locks_left() == []
     assert jobs.hang.enqueue(tag="masked", how="signals masked").kind is Kind.CREATED
     worker.signal(signal.SIGTERM)
 
@@ -252,10 +252,10 @@ def test_hanging_job_with_signals_masked_is_killed_after_the_grace_as_timed_out(
 def test_job_swallowing_every_exception_is_killed_after_the_grace_as_timed_out(
     spawn: Spawn,
 ) -> None:
-    worker = faults.start_worker(spawn)
+    worker = live.start_worker(spawn)
     outcome = jobs.swallow_everything.enqueue(tag="deaf")
-    faults.wait_for(outcome, Status.DEAD)
-    assert faults.outcomes(outcome) == [TIMED_OUT]
+    live.wait_for(outcome, Status.DEAD)
+    assert live.outcomes(outcome) == [TIMED_OUT]
     stop_and_find_nothing_left(worker)
 
 
@@ -263,18 +263,18 @@ def test_job_swallowing_every_exception_is_killed_after_the_grace_as_timed_out(
 def test_job_swallowing_exception_is_ended_by_its_time_out_under_every_worker(
     spawn: Spawn, worker_class: str
 ) -> None:
-    with faults.changed(RQ={"WORKER_CLASS": worker_class}):
-        faults.start_worker(spawn, worker=worker_class, TIMEOUT_GRACE=60)
+    with live.changed(RQ={"WORKER_CLASS": worker_class}):
+        live.start_worker(spawn, worker=worker_class, TIMEOUT_GRACE=60)
         outcomes = [
             jobs.hang.enqueue(tag=how, how=how) for how in ("swallow Exception", "sleep", *in_sql())
         ]
         after = jobs.record.enqueue(tag="after")
         for outcome in outcomes:
-            row = faults.wait_for(outcome, Status.DEAD)
-            assert faults.outcomes(outcome) == [TIMED_OUT]
+            row = live.wait_for(outcome, Status.DEAD)
+            assert live.outcomes(outcome) == [TIMED_OUT]
             assert row.failures == 1
-        faults.wait_for(after)
-    assert faults.locks_left() == []
+        live.wait_for(after)
+    assert live.locks_left() == []
 
 
 def in_sql() -> tuple[str, ...]:
@@ -289,9 +289,9 @@ def in_sql() -> tuple[str, ...]:
 def test_parent_told_to_end_interrupts_its_job_after_the_grace_and_claims_nothing_more(
     spawn: Spawn, release: Path, times: int
 ) -> None:
-    worker = faults.start_worker(spawn, SHUTDOWN_GRACE=1 if times == 1 else 60)
+    worker = live.start_worker(spawn, SHUTDOWN_GRACE=1 if times == 1 else 60)
     outcome = jobs.wait_with_long_lease.enqueue(tag="deploy", release=str(release))
-    faults.begun("deploy")
+    live.begun("deploy")
     for _ in range(times):
         worker.signal(signal.SIGTERM)
         sent = time.monotonic()
@@ -299,47 +299,47 @@ def test_parent_told_to_end_interrupts_its_job_after_the_grace_and_claims_nothin
         if times == 2:  # RQ takes two within a second for one
             until(lambda at=sent: time.monotonic() - at > 1.1)
     worker.wait(PATIENCE)
-    assert faults.locks_left() == [], "given up before the worker's end"
-    assert faults.outcomes(outcome) == [INTERRUPTED]
-    row = faults.row_of(outcome)
+    assert live.locks_left() == [], "given up before the worker's end"
+    assert live.outcomes(outcome) == [INTERRUPTED]
+    row = live.row_of(outcome)
     assert (row.status, row.failures, row.lost_count) == (Status.PENDING, 0, 0)
-    assert "SIGTERM" in faults.attempt(outcome).reason
-    assert faults.row_of(next_job).attempts == 0
-    assert faults.notes("deploy") == ["begin 1"]
+    assert "SIGTERM" in live.attempt(outcome).reason
+    assert live.row_of(next_job).attempts == 0
+    assert live.notes("deploy") == ["begin 1"]
 
     release.touch()
-    new = faults.start_worker(spawn)
-    faults.wait_for(outcome)
-    faults.wait_for(next_job)
-    assert faults.outcomes(outcome) == [INTERRUPTED, SUCCEEDED]
+    new = live.start_worker(spawn)
+    live.wait_for(outcome)
+    live.wait_for(next_job)
+    assert live.outcomes(outcome) == [INTERRUPTED, SUCCEEDED]
     stop_and_find_nothing_left(worker, new)
 
 
 @with_sqlite
 def test_parent_told_to_end_lets_a_job_finish_within_the_grace(spawn: Spawn, release: Path) -> None:
-    worker = faults.start_worker(spawn, SHUTDOWN_GRACE=60)
+    worker = live.start_worker(spawn, SHUTDOWN_GRACE=60)
     outcome = jobs.wait.enqueue(tag="finish", release=str(release))
-    faults.begun("finish")
+    live.begun("finish")
     worker.signal(signal.SIGTERM)
     release.touch()
     worker.wait(PATIENCE)
-    assert faults.outcomes(outcome) == [SUCCEEDED]
-    assert faults.row_of(outcome).status == Status.SUCCEEDED
+    assert live.outcomes(outcome) == [SUCCEEDED]
+    assert live.row_of(outcome).status == Status.SUCCEEDED
     stop_and_find_nothing_left(worker)
 
 
 @pytest.mark.large
 @with_sqlite
 def test_job_that_ignores_its_interruption_is_killed_as_interrupted(spawn: Spawn) -> None:
-    worker = faults.start_worker(spawn, TIMEOUT_GRACE=1.5, SHUTDOWN_GRACE=0.1)
+    worker = live.start_worker(spawn, TIMEOUT_GRACE=1.5, SHUTDOWN_GRACE=0.1)
     outcome = jobs.swallow_shutdown.enqueue(tag="deaf")
-    until(lambda: faults.notes("deaf"), PATIENCE, what="it begins")
+    until(lambda: live.notes("deaf"), PATIENCE, what="it begins")
     worker.signal(signal.SIGTERM)
     worker.wait(PATIENCE)
-    row = faults.row_of(outcome)
-    assert faults.outcomes(outcome) == [INTERRUPTED]
+    row = live.row_of(outcome)
+    assert live.outcomes(outcome) == [INTERRUPTED]
     assert (row.status, row.failures, row.lost_count) == (Status.PENDING, 0, 0)
-    assert "killed" in faults.attempt(outcome).reason
+    assert "killed" in live.attempt(outcome).reason
     stop_and_find_nothing_left(worker)
 
 
@@ -347,16 +347,16 @@ def test_job_that_ignores_its_interruption_is_killed_as_interrupted(spawn: Spawn
 def test_horse_told_to_end_is_interrupted_and_its_job_runs_again(
     spawn: Spawn, release: Path, worker_class: str
 ) -> None:
-    with faults.changed(RQ={"WORKER_CLASS": worker_class}):
-        worker = faults.start_worker(spawn, worker=worker_class)
+    with live.changed(RQ={"WORKER_CLASS": worker_class}):
+        worker = live.start_worker(spawn, worker=worker_class)
         if worker_class == STOCK:
-            faults.start_coordinator(spawn)
+            live.start_coordinator(spawn)
         outcome = jobs.wait_with_long_lease.enqueue(tag="term", release=str(release))
-        faults.kill(faults.begun("term"), signal.SIGTERM)
-        faults.begun("term", 2)
+        live.kill(live.begun("term"), signal.SIGTERM)
+        live.begun("term", 2)
         release.touch()
-        row = faults.wait_for(outcome)
-    assert faults.outcomes(outcome) == [INTERRUPTED, SUCCEEDED]
+        row = live.wait_for(outcome)
+    assert live.outcomes(outcome) == [INTERRUPTED, SUCCEEDED]
     assert (row.failures, row.lost_count) == (0, 0)
     assert worker.is_alive()
 
@@ -365,26 +365,26 @@ def test_horse_told_to_end_is_interrupted_and_its_job_runs_again(
 def test_simple_worker_told_twice_to_end_interrupts_its_job_and_gives_its_lock_up(
     spawn: Spawn, release: Path
 ) -> None:
-    with faults.changed(RQ={"WORKER_CLASS": SIMPLE}):
-        worker = faults.start_worker(spawn, worker=SIMPLE)
+    with live.changed(RQ={"WORKER_CLASS": SIMPLE}):
+        worker = live.start_worker(spawn, worker=SIMPLE)
         outcome = jobs.wait_with_long_lease.enqueue(tag="simple", release=str(release))
-        faults.begun("simple")
+        live.begun("simple")
         worker.signal(signal.SIGTERM)
         sent = time.monotonic()
         until(lambda: time.monotonic() - sent > 1.1)  # RQ takes two within a second for one
-        assert faults.outcomes(outcome) == [None], "the first signal lets the job go on"
+        assert live.outcomes(outcome) == [None], "the first signal lets the job go on"
         worker.signal(signal.SIGTERM)
         worker.wait(PATIENCE)
-        assert faults.outcomes(outcome) == [INTERRUPTED]
-        assert faults.row_of(outcome).status == Status.PENDING
-        assert faults.locks_left() == []
+        assert live.outcomes(outcome) == [INTERRUPTED]
+        assert live.row_of(outcome).status == Status.PENDING
+        assert live.locks_left() == []
 
 
 @pytest.mark.large
 @with_sqlite
 def test_idle_workers_told_to_end_as_a_job_arrives_lose_none(spawn: Spawn) -> None:
     workers = [
-        spawn("rqworker", *queues, **faults.env_of())
+        spawn("rqworker", *queues, **live.env_of())
         for queues in (["default"], ["default", "high"]) * 3
     ]
     for worker in workers:
@@ -395,9 +395,9 @@ def test_idle_workers_told_to_end_as_a_job_arrives_lose_none(spawn: Spawn) -> No
         outcomes.append(jobs.record.enqueue(tag=f"idle {number}"))
     for worker in workers:
         worker.wait(PATIENCE)
-    survivor = faults.start_worker(spawn)
+    survivor = live.start_worker(spawn)
     for outcome in outcomes:
-        faults.wait_for(outcome)
+        live.wait_for(outcome)
     assert JobAttempt.objects.count() == len(workers)
     assert not JobAttempt.objects.exclude(outcome=SUCCEEDED).exists()
     stop_and_find_nothing_left(survivor)
@@ -407,15 +407,15 @@ def test_idle_workers_told_to_end_as_a_job_arrives_lose_none(spawn: Spawn) -> No
 def test_job_stopped_through_rq_is_cancelled(
     spawn: Spawn, release: Path, redis_client: redis.Redis
 ) -> None:
-    worker = faults.start_worker(spawn)
+    worker = live.start_worker(spawn)
     outcome = jobs.wait.enqueue(tag="stop", release=str(release))
-    faults.begun("stop")
-    rq_id = faults.attempt(outcome).rq_id
+    live.begun("stop")
+    rq_id = live.attempt(outcome).rq_id
     send_stop_job_command(redis_client, rq_id, serializer=JSONSerializer)
-    row = faults.wait_for(outcome, Status.CANCELLED)
-    assert faults.outcomes(outcome) == [AttemptOutcome.CANCELLED]
+    row = live.wait_for(outcome, Status.CANCELLED)
+    assert live.outcomes(outcome) == [AttemptOutcome.CANCELLED]
     assert (row.failures, row.lost_count) == (0, 0)
-    faults.wait_for(jobs.record.enqueue(tag="next"))
+    live.wait_for(jobs.record.enqueue(tag="next"))
     stop_and_find_nothing_left(worker)
 
 
@@ -433,34 +433,34 @@ def test_job_stopped_through_rq_is_cancelled(
 def test_worker_stopped_past_its_lease_and_woken_writes_nothing_stale(
     spawn: Spawn, release: Path, first_awake: str
 ) -> None:
-    sleeper = faults.start_worker(spawn)
+    sleeper = live.start_worker(spawn)
     outcome = jobs.wait.enqueue(tag="zombie", release=str(release))
-    horse = faults.begun("zombie")
-    other = faults.start_worker(spawn)
+    horse = live.begun("zombie")
+    other = live.start_worker(spawn)
     for pid in (sleeper.pid, horse):
-        faults.kill(pid, signal.SIGSTOP)
-    faults.begun("zombie", 2)
+        live.kill(pid, signal.SIGSTOP)
+    live.begun("zombie", 2)
     release.touch()
-    faults.wait_for(outcome)
-    ended = faults.attempt(outcome, 2).ended_at
-    version = faults.row_of(outcome).version
+    live.wait_for(outcome)
+    ended = live.attempt(outcome, 2).ended_at
+    version = live.row_of(outcome).version
     if first_awake == "horse":
-        faults.kill(horse, signal.SIGCONT)
+        live.kill(horse, signal.SIGCONT)
         until(
-            lambda: faults.attempt(outcome).late_ending == SUCCEEDED,
+            lambda: live.attempt(outcome).late_ending == SUCCEEDED,
             PATIENCE,
             what="the late success is noted",
         )
-        faults.kill(sleeper.pid, signal.SIGCONT)
+        live.kill(sleeper.pid, signal.SIGCONT)
     else:
-        faults.kill(sleeper.pid, signal.SIGCONT)
-    until(lambda: not faults.is_running(horse), PATIENCE, what="the stale horse is gone")
+        live.kill(sleeper.pid, signal.SIGCONT)
+    until(lambda: not live.is_running(horse), PATIENCE, what="the stale horse is gone")
     stop_and_find_nothing_left(sleeper, other)
     late = ["end 1"] if first_awake == "horse" else []
-    assert faults.notes("zombie") == ["begin 1", "begin 2", "end 2", *late]
-    assert faults.outcomes(outcome) == [LOST, SUCCEEDED]
-    assert faults.attempt(outcome, 2).ended_at == ended
-    assert faults.row_of(outcome).version == version
+    assert live.notes("zombie") == ["begin 1", "begin 2", "end 2", *late]
+    assert live.outcomes(outcome) == [LOST, SUCCEEDED]
+    assert live.attempt(outcome, 2).ended_at == ended
+    assert live.row_of(outcome).version == version
 
 
 @pytest.mark.large
@@ -468,26 +468,26 @@ def test_worker_stopped_past_its_lease_and_woken_writes_nothing_stale(
 def test_second_message_for_a_running_row_is_dropped_however_long_the_job_takes(
     spawn: Spawn, release: Path
 ) -> None:
-    workers = [faults.start_worker(spawn) for _ in range(2)]
+    workers = [live.start_worker(spawn) for _ in range(2)]
     outcome = jobs.wait.enqueue(tag="long", release=str(release))
-    faults.begun("long")
+    live.begun("long")
     send_copy(outcome)
-    until(lambda: faults.queued() == [], PATIENCE, what="the copy is taken")
-    leased_until = faults.attempt(outcome).lease_until
+    until(lambda: live.queued() == [], PATIENCE, what="the copy is taken")
+    leased_until = live.attempt(outcome).lease_until
     until(
-        lambda: (faults.attempt(outcome).lease_until - leased_until).total_seconds() > 3,
+        lambda: (live.attempt(outcome).lease_until - leased_until).total_seconds() > 3,
         PATIENCE,
         what="it runs for longer than its lease",
     )
     send_copy(outcome)
-    until(lambda: faults.queued() == [], PATIENCE, what="the copy is taken")
-    with faults.cache_client() as client:
-        owner = faults.attempt(outcome).owner
-        assert client.get(faults.lock_name(outcome.job.pk)) == f"{outcome.job.pk}:{owner}"
+    until(lambda: live.queued() == [], PATIENCE, what="the copy is taken")
+    with live.cache_client() as client:
+        owner = live.attempt(outcome).owner
+        assert client.get(live.lock_name(outcome.job.pk)) == f"{outcome.job.pk}:{owner}"
     release.touch()
-    faults.wait_for(outcome)
-    assert faults.outcomes(outcome) == [SUCCEEDED]
-    assert faults.notes("long") == ["begin 1", "end 1"]
+    live.wait_for(outcome)
+    assert live.outcomes(outcome) == [SUCCEEDED]
+    assert live.notes("long") == ["begin 1", "end 1"]
     stop_and_find_nothing_left(*workers)
 
 
@@ -497,41 +497,41 @@ def test_second_message_for_a_running_row_is_dropped_however_long_the_job_takes(
 @with_sqlite
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_coordinator_ends_with_its_parent(spawn: Spawn, end: signal.Signals) -> None:
-    worker = faults.start_worker(spawn)
-    coordinator = faults.coordinator_of(worker)
+    worker = live.start_worker(spawn)
+    coordinator = live.coordinator_of(worker)
     worker.signal(end)
     worker.wait(PATIENCE)
-    until(lambda: not faults.is_running(coordinator), PATIENCE, what="the coordinator ends too")
+    until(lambda: not live.is_running(coordinator), PATIENCE, what="the coordinator ends too")
 
 
 @with_sqlite
 def test_coordinator_outlives_the_signals_of_a_deploy_while_its_parent_works(
     spawn: Spawn, release: Path
 ) -> None:
-    worker = faults.start_worker(spawn, SHUTDOWN_GRACE=60)
-    coordinator = faults.coordinator_of(worker)
+    worker = live.start_worker(spawn, SHUTDOWN_GRACE=60)
+    coordinator = live.coordinator_of(worker)
     outcome = jobs.wait.enqueue(tag="deploy", release=str(release))
-    horse = faults.begun("deploy")
-    faults.kill(coordinator, signal.SIGTERM)
-    faults.kill(coordinator, signal.SIGINT)
+    horse = live.begun("deploy")
+    live.kill(coordinator, signal.SIGTERM)
+    live.kill(coordinator, signal.SIGINT)
     release.touch()
-    faults.wait_for(outcome)
-    until(lambda: not faults.is_running(horse), PATIENCE)
-    assert faults.coordinator_of(worker) == coordinator
+    live.wait_for(outcome)
+    until(lambda: not live.is_running(horse), PATIENCE)
+    assert live.coordinator_of(worker) == coordinator
 
 
 @with_sqlite
 def test_coordinator_killed_is_replaced_and_acts(spawn: Spawn) -> None:
-    worker = faults.start_worker(spawn)
-    coordinator = faults.coordinator_of(worker)
-    faults.kill(coordinator)
-    faults.wait_for(jobs.record.enqueue(tag="wakes the parent"))
+    worker = live.start_worker(spawn)
+    coordinator = live.coordinator_of(worker)
+    live.kill(coordinator)
+    live.wait_for(jobs.record.enqueue(tag="wakes the parent"))
     until(
         lambda: [c.pid for c in psutil.Process(worker.pid).children()] not in ([], [coordinator]),
         PATIENCE,
         what="another coordinator",
     )
     outcome = jobs.fail.enqueue(tag="needs a coordinator", times=1)
-    faults.wait_for(outcome)
-    assert faults.outcomes(outcome) == [AttemptOutcome.FAILED, SUCCEEDED]
+    live.wait_for(outcome)
+    assert live.outcomes(outcome) == [AttemptOutcome.FAILED, SUCCEEDED]
     stop_and_find_nothing_left(worker)

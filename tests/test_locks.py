@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,15 +15,27 @@ import redis
 from django.conf import settings
 from django.core.cache import cache
 
-from dedupjobs import clock, lifecycle, locks, probes, runner
+from dedupjobs import (
+    FOREVER,
+    clock,
+    current_attempt,
+    job,
+    lifecycle,
+    locks,
+    probes,
+    runner,
+    signals,
+    stats,
+)
 from dedupjobs.lifecycle import Place
 from dedupjobs.locks import Grip
 from dedupjobs.models import AttemptOutcome, Status
-from tests import faults
+from tests import live
 from tests.app import jobs
+from tests.app.jobs import note
 from tests.proxy import Proxy
 from tests.rows import together
-from tests.servers import HOST
+from tests.servers import HOST, Valkey, free_port
 from tests.waiting import until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -32,13 +46,13 @@ SUCCEEDED = AttemptOutcome.SUCCEEDED
 @pytest.fixture(autouse=True)
 def _patient() -> Iterator[None]:
     """A busy machine must not look like a fault."""
-    with faults.brisk(LOCK_TIMEOUT=10, PUSH_TIMEOUT=10):
+    with live.brisk(LOCK_TIMEOUT=10, PUSH_TIMEOUT=10):
         yield
 
 
 @pytest.fixture
 def client() -> Iterator[redis.Redis]:
-    with faults.cache_client() as made:
+    with live.cache_client() as made:
         yield made
 
 
@@ -46,7 +60,7 @@ def client() -> Iterator[redis.Redis]:
 def proxy() -> Iterator[Proxy]:
     """Between us and the shared server, which itself stays well."""
     port = int(settings.CACHES["default"]["LOCATION"].rpartition(":")[2].partition("/")[0])
-    with Proxy(port) as made, faults.changed(**faults.redis_at(f"redis://{HOST}:{made.port}")):
+    with Proxy(port) as made, live.changed(**live.redis_at(f"redis://{HOST}:{made.port}")):
         yield made
 
 
@@ -68,7 +82,7 @@ def at(point: str, act: Callable[[], Any]) -> Iterator[list[Any]]:
 
 def run(outcome: Any) -> None:
     """Run the row in this process, as its message would."""
-    row = faults.row_of(outcome)
+    row = live.row_of(outcome)
     runner.run([[row.pk, row.generation]])
 
 
@@ -80,7 +94,7 @@ def test_lock_has_cache_locks_key_the_rows_and_owners_token_and_an_end(
 ) -> None:
     assert locks.acquire(7, "me", ttl=30) is Grip.HELD
     name = cache.lock("dedupjobs:lock:{7}").name
-    assert name == faults.lock_name(7)
+    assert name == live.lock_name(7)
     assert client.get(name) == "7:me"
     assert 20_000 < client.pttl(name) <= 30_000
     assert locks.holder(7) == "me"
@@ -94,7 +108,7 @@ def test_lock_of_another_is_busy_and_neither_renewed_nor_released(client: redis.
     assert locks.extend(7, "you", ttl=300) is Grip.BUSY
     assert locks.release(7, "you") is Grip.BUSY
     assert locks.holder(7) == "me"
-    assert client.pttl(faults.lock_name(7)) <= 30_000
+    assert client.pttl(live.lock_name(7)) <= 30_000
     assert locks.acquire(8, "you", ttl=30) is Grip.HELD, "each row has its own"
 
 
@@ -127,7 +141,7 @@ def test_command_whose_reply_was_lost_is_not_repeated(proxy: Proxy) -> None:
 
 @pytest.mark.parametrize("ttl", [0, -1, 0.0004, -0.0, 1e-9, 366 * 86_400])
 def test_lock_with_an_odd_ttl_still_has_an_end(client: redis.Redis, ttl: float) -> None:
-    name = faults.lock_name(7)
+    name = live.lock_name(7)
     for take in (locks.acquire, locks.replace):
         assert take(7, "me", ttl=ttl) is Grip.HELD
         assert client.pttl(name) != -1, "it would never end"
@@ -142,7 +156,7 @@ def test_lock_with_an_odd_ttl_still_has_an_end(client: redis.Redis, ttl: float) 
 def test_lock_is_renewed_and_released_from_other_threads(client: redis.Redis) -> None:
     locks.acquire(7, "me", ttl=1)
     assert together(lambda: locks.extend(7, "me", ttl=60)) == [Grip.HELD]
-    assert client.pttl(faults.lock_name(7)) > 10_000
+    assert client.pttl(live.lock_name(7)) > 10_000
     assert together(lambda: locks.release(7, "me")) == [Grip.HELD]
     assert locks.holder(7) is None
 
@@ -173,7 +187,7 @@ def test_lock_works_with_a_client_that_decodes_its_replies() -> None:
             "OPTIONS": {"CONNECTION_POOL_KWARGS": {"decode_responses": True}},
         }
     }
-    with faults.changed(CACHES=decoding):
+    with live.changed(CACHES=decoding):
         assert locks.acquire(7, "me", ttl=30) is Grip.HELD
         assert locks.acquire(7, "me", ttl=30) is Grip.HELD
         assert locks.acquire(7, "you", ttl=30) is Grip.BUSY
@@ -184,8 +198,8 @@ def test_lock_works_with_a_client_that_decodes_its_replies() -> None:
         assert locks.lead("first", ttl=30) is Grip.HELD
         outcome = jobs.record.enqueue(tag="decoded")
         run(outcome)
-        assert faults.outcomes(outcome) == [SUCCEEDED]
-        assert faults.locks_left() == []
+        assert live.outcomes(outcome) == [SUCCEEDED]
+        assert live.locks_left() == []
 
 
 # ---- what a run makes of it
@@ -194,13 +208,13 @@ def test_lock_works_with_a_client_that_decodes_its_replies() -> None:
 def test_run_holds_its_lock_for_its_lease_and_gives_it_up_at_the_end(client: redis.Redis) -> None:
     outcome = jobs.wait.enqueue(tag="held", release="/")
     pk = outcome.job.pk
-    name = faults.lock_name(pk)
+    name = live.lock_name(pk)
     with at("user_code.before", lambda: (client.get(name), client.pttl(name))) as seen:
         run(outcome)
     ((value, ttl),) = seen
-    assert value == f"{pk}:{faults.attempt(outcome).owner}"
+    assert value == f"{pk}:{live.attempt(outcome).owner}"
     assert 0 < ttl <= 2_000, "the lease of the job"
-    assert faults.locks_left() == []
+    assert live.locks_left() == []
 
 
 def test_busy_lock_before_a_waiting_row_is_a_leftover_and_is_replaced(
@@ -208,32 +222,32 @@ def test_busy_lock_before_a_waiting_row_is_a_leftover_and_is_replaced(
 ) -> None:
     outcome = jobs.record.enqueue(tag="leftover")
     pk = outcome.job.pk
-    client.set(faults.lock_name(pk), f"{pk}:dead", px=60_000)
+    client.set(live.lock_name(pk), f"{pk}:dead", px=60_000)
     with at("user_code.before", lambda: locks.holder(pk)) as holders:
         run(outcome)
-    assert holders == [faults.attempt(outcome).owner]
-    assert faults.outcomes(outcome) == [SUCCEEDED]
-    assert faults.locks_left() == []
+    assert holders == [live.attempt(outcome).owner]
+    assert live.outcomes(outcome) == [SUCCEEDED]
+    assert live.locks_left() == []
 
 
 def test_busy_lock_before_a_running_row_has_the_delivery_dropped(client: redis.Redis) -> None:
     outcome = jobs.record.enqueue(tag="running")
-    row = faults.row_of(outcome)
+    row = live.row_of(outcome)
     claim = lifecycle.claim(row.pk, row.generation, owner=clock.token(), place=Place())
     assert claim is not None
     locks.acquire(row.pk, claim.owner, ttl=60)
     run(outcome)
-    assert faults.outcomes(outcome) == [None]
+    assert live.outcomes(outcome) == [None]
     assert locks.holder(row.pk) == claim.owner
-    assert faults.notes("running") == []
+    assert live.notes("running") == []
 
 
 def test_free_lock_before_a_running_row_has_the_delivery_dropped_and_its_lock_given_up() -> None:
     outcome = jobs.record.enqueue(tag="running")
-    faults.claimed(outcome, lease=60, overdue=-60)
+    live.claimed(outcome, lease=60, overdue=-60)
     run(outcome)
-    assert faults.outcomes(outcome) == [None]
-    assert faults.locks_left() == []
+    assert live.outcomes(outcome) == [None]
+    assert live.locks_left() == []
 
 
 @pytest.mark.parametrize("thief", [None, "thief"])
@@ -244,14 +258,14 @@ def test_lock_lost_or_stolen_in_mid_run_changes_nothing(
     pk = outcome.job.pk
 
     def steal() -> None:
-        client.delete(faults.lock_name(pk))
+        client.delete(live.lock_name(pk))
         if thief:
             locks.acquire(pk, thief, ttl=60)
 
     with at("user_code.before", steal):
         run(outcome)
-    assert faults.outcomes(outcome) == [SUCCEEDED]
-    assert faults.notes("stolen") == [""]
+    assert live.outcomes(outcome) == [SUCCEEDED]
+    assert live.notes("stolen") == [""]
     assert locks.holder(pk) == thief, "another's lock is left alone"
 
 
@@ -267,10 +281,10 @@ def test_garbage_in_the_place_of_a_lock_is_no_code_and_stops_no_job(
     client: redis.Redis, write: Callable[..., Any]
 ) -> None:
     outcome = jobs.record.enqueue(tag="garbage")
-    write(client, faults.lock_name(outcome.job.pk))
+    write(client, live.lock_name(outcome.job.pk))
     run(outcome)
-    assert faults.outcomes(outcome) == [SUCCEEDED]
-    assert faults.notes("garbage") == [""]
+    assert live.outcomes(outcome) == [SUCCEEDED]
+    assert live.notes("garbage") == [""]
 
 
 @pytest.mark.parametrize("trouble", ["refuse", "black_hole"])
@@ -285,12 +299,12 @@ def test_redis_out_of_reach_before_in_or_after_a_run_leaves_it_to_the_row(
         if trouble == "refuse":
             proxy.cut()
 
-    with faults.brisk(LOCK_TIMEOUT=0.3):
+    with live.brisk(LOCK_TIMEOUT=0.3):
         with at(point, break_redis):
             run(outcome)
-        assert faults.outcomes(outcome) == [SUCCEEDED]
+        assert live.outcomes(outcome) == [SUCCEEDED]
         run(outcome)
-    assert faults.outcomes(outcome) == [SUCCEEDED], "once, also without a lock"
+    assert live.outcomes(outcome) == [SUCCEEDED], "once, also without a lock"
 
 
 def test_redis_out_of_reach_at_a_failure_leaves_the_row_retrying(proxy: Proxy) -> None:
@@ -298,50 +312,50 @@ def test_redis_out_of_reach_at_a_failure_leaves_the_row_retrying(proxy: Proxy) -
     proxy.refuse()
     proxy.cut()
     run(outcome)
-    assert faults.row_of(outcome).status == Status.RETRYING
-    assert faults.outcomes(outcome) == [AttemptOutcome.FAILED]
+    assert live.row_of(outcome).status == Status.RETRYING
+    assert live.outcomes(outcome) == [AttemptOutcome.FAILED]
 
 
 @pytest.mark.parametrize("what", ["retry", "snooze"])
 def test_lock_after_a_failure_stays_until_the_retry_is_due(client: redis.Redis, what: str) -> None:
     outcome = jobs.wish.enqueue(tag=what, what=what)
     run(outcome)
-    ttl = client.pttl(faults.lock_name(outcome.job.pk))
+    ttl = client.pttl(live.lock_name(outcome.job.pk))
     assert 30_000 < ttl <= 60_000, "the delay that the job asked for"
     run(outcome)
-    assert len(faults.outcomes(outcome)) == 1, "not before it is due"
-    faults.unsent(outcome)
+    assert len(live.outcomes(outcome)) == 1, "not before it is due"
+    live.unsent(outcome)
     run(outcome)
-    assert faults.outcomes(outcome)[1:] == [SUCCEEDED], "the row is due, whatever the lock says"
-    assert faults.locks_left() == []
+    assert live.outcomes(outcome)[1:] == [SUCCEEDED], "the row is due, whatever the lock says"
+    assert live.locks_left() == []
 
 
 def test_web_and_worker_with_different_key_prefixes_run_a_job_once() -> None:
     def prefixed(prefix: str) -> Any:
         return {"CACHES": {"default": {**settings.CACHES["default"], "KEY_PREFIX": prefix}}}
 
-    with faults.changed(**prefixed("web")):
+    with live.changed(**prefixed("web")):
         outcome = jobs.record.enqueue(tag="prefix")
         assert locks.acquire(outcome.job.pk, "web", ttl=60) is Grip.HELD
-    with faults.changed(**prefixed("worker")):
+    with live.changed(**prefixed("worker")):
         assert locks.holder(outcome.job.pk) is None
         run(outcome)
-        assert faults.outcomes(outcome) == [SUCCEEDED]
-    with faults.changed(**prefixed("web")):
+        assert live.outcomes(outcome) == [SUCCEEDED]
+    with live.changed(**prefixed("web")):
         assert locks.holder(outcome.job.pk) == "web"
         run(outcome)
-    assert faults.outcomes(outcome) == [SUCCEEDED]
+    assert live.outcomes(outcome) == [SUCCEEDED]
 
 
 def test_deliveries_of_one_row_under_two_prefixes_at_once_run_it_once() -> None:
     """Locks that do not see each other, as without any lock: the claim lets one through."""
     outcome = jobs.record.enqueue(tag="race")
-    row = faults.row_of(outcome)
+    row = live.row_of(outcome)
     arrived = threading.Barrier(3)
 
     def meet(point: str) -> None:
         if point == "claim.before":
-            arrived.wait(faults.PATIENCE)
+            arrived.wait(live.PATIENCE)
 
     probes.hook = meet
     try:
@@ -354,5 +368,87 @@ def test_deliveries_of_one_row_under_two_prefixes_at_once_run_it_once() -> None:
     finally:
         probes.hook = None
     assert sorted(map(str, delivered)) == ["None", "None", str(Status.SUCCEEDED)]
-    assert faults.outcomes(outcome) == [SUCCEEDED]
-    until(lambda: faults.notes("race") == [""])
+    assert live.outcomes(outcome) == [SUCCEEDED]
+    until(lambda: live.notes("race") == [""])
+
+
+# ---- a job with children
+
+
+@job(key="forked:{tag}", unique_for=FOREVER)
+def fork_and_look(*, tag: str, how: str) -> None:
+    """Have a child that leaves as ``how`` says, then note who holds the lock."""
+    if (child := os.fork()) == 0:
+        if how == "raise":
+            raise ValueError("in the child")
+        if how == "sys.exit":
+            sys.exit(0)
+        return
+    os.waitpid(child, 0)
+    note(tag, str(locks.holder(current_attempt().job.pk)))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("how", ["return", "raise", "sys.exit"])
+def test_job_that_forks_does_not_give_up_its_parents_lock(how: str) -> None:
+    outcome = fork_and_look.enqueue(tag=how, how=how)
+    run(outcome)
+    assert live.notes(how) == [live.attempt(outcome).owner], "held until its own end"
+    assert live.outcomes(outcome) == [SUCCEEDED]
+    assert live.locks_left() == []
+
+
+# ---- Redis in cluster mode
+
+
+@pytest.fixture
+def cluster() -> Iterator[Valkey]:
+    """One node that holds all slots, and refuses commands whose keys lie in several."""
+    port = str(free_port())  # the usual one, 10,000 above its own, may not exist
+    mode = ("--cluster-enabled", "yes", "--cluster-databases", "256", "--cluster-port", port)
+    with Valkey(*mode) as server, server.client() as client:
+        client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        until(lambda: b"cluster_state:ok" in _state(client), what="the cluster is up")
+        yield server
+
+
+def _state(client: redis.Redis) -> bytes:
+    return bytes(client.execute_command("CLUSTER", "INFO"))
+
+
+def test_locks_and_the_ledger_work_on_a_redis_that_refuses_keys_of_several_slots(
+    cluster: Valkey,
+) -> None:
+    troubles: list[Any] = []
+
+    def hear(**facts: Any) -> None:
+        troubles.append(facts)
+
+    signals.lock_trouble.connect(hear)
+    caches = live.redis_at(cluster.url)["CACHES"]
+    try:
+        with live.changed(CACHES=caches):
+            assert locks.acquire(7, "me", ttl=30) is Grip.HELD
+            assert locks.extend(7, "me", ttl=60) is Grip.HELD
+            assert locks.replace(7, "you", ttl=60) is Grip.HELD
+            assert locks.release(7, "you") is Grip.HELD
+            assert locks.lead("me", ttl=30) is Grip.HELD
+            locks.resign("me")
+            outcome = jobs.record.enqueue(tag="cluster")
+            jobs.record.enqueue(tag="cluster")
+            run(outcome)
+            run(outcome)
+            assert live.outcomes(outcome) == [SUCCEEDED]
+            assert stats.fold().duplicates == 2
+    finally:
+        signals.lock_trouble.disconnect(hear)
+    assert troubles == []
+
+
+def test_worker_whose_queues_are_on_a_cluster_says_so_and_ends(
+    cluster: Valkey, spawn: live.Spawn
+) -> None:
+    worker = spawn("rqworker", "default", **{**live.env_of(), "DEDUPJOBS_TEST_REDIS": cluster.url})
+    assert worker.wait(live.PATIENCE) != 0
+    assert "cluster mode" in worker.output
+    assert "Traceback" not in worker.output

@@ -39,7 +39,7 @@ from dedupjobs.exceptions import ArgumentError, NoCurrentAttempt
 from dedupjobs.models import JobAttempt, ProcessedJob, Status
 from dedupjobs.registry import Job
 from dedupjobs.testing import run_pending
-from tests import faults, sessions
+from tests import live, sessions
 from tests.app import jobs
 from tests.app.models import Ledger
 from tests.rows import (
@@ -489,12 +489,21 @@ def test_message_of_several_rows_runs_each() -> None:
 @pytest.mark.parametrize(
     "forged",
     ["os.system", {"pk": 1}, [1, 1], [[1]], [[1, 1, 1]], [["1", 1]], [[True, 1]], [[-1, 1]],
-     [[2**63, 1]], None],
-    ids=str,
+     [[2**63, 1]], None, [[1, 99]] * 1_001],
+    ids=lambda forged: str(forged)[:20],
 )  # fmt: skip
 def test_message_that_names_no_rows_is_refused(forged: Any) -> None:
     with pytest.raises(ArgumentError, match="is no list of"):
         runner.run(forged)
+
+
+def test_worker_under_debug_keeps_no_statement_of_earlier_jobs(settings: Any) -> None:
+    settings.DEBUG = True
+    kept = []
+    for tag in "abc":
+        runner.run([[jobs.record.enqueue(tag=tag).job.pk, 1]])
+        kept.append(len(connection.queries))
+    assert kept[2] == kept[1] > 0
 
 
 @committing
@@ -1068,7 +1077,7 @@ def test_ending_whose_writing_breaks_at_any_point_is_written_once(
 @committing
 def test_claim_whose_commit_has_no_reply_is_found_by_its_owner(reconnected: None) -> None:
     row = jobs.record.enqueue(tag="a").job
-    with faults.through_proxy() as proxy:
+    with live.through_proxy() as proxy:
         with at("claim.uncommitted", lambda: proxy.swallow_reply_to(b"COMMIT")):
             assert deliver(row) == Status.SUCCEEDED
         assert proxy.swallowed.is_set()
@@ -1083,7 +1092,7 @@ def test_success_whose_commit_has_no_reply_is_written_once(
     reconnected: None, specimen: Job[..., Any]
 ) -> None:
     row = specimen.enqueue(tag="a").job
-    with faults.through_proxy() as proxy:
+    with live.through_proxy() as proxy:
         with at("settle.uncommitted", lambda: proxy.swallow_reply_to(b"COMMIT")):
             assert deliver(row) == Status.SUCCEEDED
         assert proxy.swallowed.is_set()

@@ -21,9 +21,9 @@ from dedupjobs.clock import DbNow
 from dedupjobs.coordinator import Coordinator
 from dedupjobs.lifecycle import Place
 from dedupjobs.models import JobAttempt, Kind, ProcessedJob, Status
-from tests import faults
+from tests import live
 from tests.app import fenced, jobs, stubborn
-from tests.faults import PATIENCE, Spawn, deliver, with_sqlite
+from tests.live import PATIENCE, Spawn, deliver, with_sqlite
 from tests.rows import Side
 from tests.waiting import until
 
@@ -76,13 +76,13 @@ def test_job_whose_beats_fail_is_taken_once_and_its_late_end_harms_no_successor(
     """S-014: the job goes on, but its heartbeat can not be written for longer than the lease."""
     row = fenced.write_unfenced.enqueue(tag="a", release=release).job
     first = Side(deliver, row)
-    until(lambda: faults.notes("a") == ["begin 1"], PATIENCE)
+    until(lambda: live.notes("a") == ["begin 1"], PATIENCE)
     beats_fail.set()
     coordinator = Coordinator()
     until(coordinator.reclaim, PATIENCE, every=0.05, what="the silent attempt is taken")
     beats_fail.clear()
     second = Side(deliver, row)
-    until(lambda: faults.notes("a") == ["begin 1", "begin 2"], PATIENCE)
+    until(lambda: live.notes("a") == ["begin 1", "begin 2"], PATIENCE)
     owner = JobAttempt.objects.get(number=2).owner
     Path(f"{release}.1").touch()
     assert first.result(PATIENCE) is None
@@ -91,7 +91,7 @@ def test_job_whose_beats_fail_is_taken_once_and_its_late_end_harms_no_successor(
     assert ProcessedJob.objects.get().status == Status.RUNNING
     Path(f"{release}.2").touch()
     assert second.result(PATIENCE) == Status.SUCCEEDED
-    assert faults.outcomes_of(row.pk) == ["LOST", "SUCCEEDED"]
+    assert live.outcomes_of(row.pk) == ["LOST", "SUCCEEDED"]
     assert JobAttempt.objects.get(number=1).late_ending == "SUCCEEDED"
 
 
@@ -115,10 +115,10 @@ def test_lease_with_nothing_left_is_over_and_not_taken_for_none() -> None:
 @with_sqlite
 def test_job_killed_past_its_time_out_runs_again_and_frees_its_lock(spawn: Spawn) -> None:
     """S-064, S-069: nothing of the killed attempt blocks the retry."""
-    faults.start_worker(spawn, AUTODISCOVER=["jobs", "stubborn"])
+    live.start_worker(spawn, AUTODISCOVER=["jobs", "stubborn"])
     outcome = stubborn.hang_at_first.enqueue(tag="stuck")
-    row = faults.wait_for(outcome, Status.SUCCEEDED)
-    assert faults.outcomes_of(row.pk) == ["TIMED_OUT", "SUCCEEDED"]
+    row = live.wait_for(outcome, Status.SUCCEEDED)
+    assert live.outcomes_of(row.pk) == ["TIMED_OUT", "SUCCEEDED"]
     assert (row.failures, row.lost_count) == (1, 0)
     until(lambda: locks.holder(row.pk) is None)
 
@@ -128,10 +128,10 @@ def test_job_killed_past_its_time_out_that_it_gives_up_on_is_dead_and_its_key_fr
     spawn: Spawn,
 ) -> None:
     """S-069: no automatic retry where the job says so."""
-    faults.start_worker(spawn, AUTODISCOVER=["jobs", "stubborn"])
+    live.start_worker(spawn, AUTODISCOVER=["jobs", "stubborn"])
     outcome = stubborn.hang_and_give_up.enqueue(tag="once")
-    row = faults.wait_for(outcome, Status.DEAD)
-    assert faults.outcomes_of(row.pk) == ["TIMED_OUT"]
+    row = live.wait_for(outcome, Status.DEAD)
+    assert live.outcomes_of(row.pk) == ["TIMED_OUT"]
     assert stubborn.hang_and_give_up.enqueue(tag="once").kind is Kind.CREATED
 
 
@@ -192,4 +192,4 @@ def test_argument_whose_loading_raises_a_base_exception_does_not_block_its_key_f
     assert lifecycle.reclaim(attempt.pk, beat_at=attempt.beat_at, ahead_of=None, reason="lost")
     ProcessedJob.objects.update(args=json.dumps({"tag": "a"}))
     assert deliver(row) == Status.SUCCEEDED
-    assert faults.outcomes_of(row.pk) == ["LOST", "SUCCEEDED"]
+    assert live.outcomes_of(row.pk) == ["LOST", "SUCCEEDED"]

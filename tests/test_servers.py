@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import threading
 import time
@@ -17,8 +18,8 @@ from django.db import connection
 
 from tests.app.models import Ledger
 from tests.processes import Spawned
-from tests.proxy import Proxy
-from tests.servers import PostgreSQL, Valkey
+from tests.proxy import CHUNK, Proxy
+from tests.servers import HOST, PostgreSQL, Valkey
 from tests.waiting import until
 
 
@@ -82,6 +83,36 @@ def test_postgresql_serves_over_tcp_and_ends_although_a_client_stays() -> None:
         client.execute("SELECT 1")
     client.close()
     assert not psutil.pid_exists(pid)
+
+
+def test_proxy_reset_is_seen_as_such_by_the_client(proxy: Proxy) -> None:
+    with socket.create_connection((HOST, proxy.port)) as sock:
+        sock.sendall(b"PING\r\n")
+        assert sock.recv(100) == b"+PONG\r\n"
+        proxy.reset()
+        sock.settimeout(10)
+        with pytest.raises(ConnectionResetError):
+            sock.recv(100)
+
+
+def test_proxy_slices_replies(client: redis.Redis, proxy: Proxy) -> None:
+    client.set("a", "x" * 1000)
+    proxy.slice(3)
+    assert client.get("a") == b"x" * 1000
+    with socket.create_connection((HOST, proxy.port)) as sock:
+        sock.sendall(b"GET a\r\n")
+        sock.settimeout(10)
+        pieces = [sock.recv(CHUNK) for _ in range(2)]
+    assert max(map(len, pieces)) < 1000
+
+
+def test_proxy_cuts_before_a_request_arrives(client: redis.Redis, proxy: Proxy) -> None:
+    client.set("a", "old")
+    proxy.cut_before(b"new")
+    with pytest.raises(redis.ConnectionError):
+        client.set("a", "new")
+    assert proxy.swallowed.is_set()
+    assert client.get("a") == b"old"
 
 
 def test_proxy_passes_requests_and_replies(client: redis.Redis) -> None:

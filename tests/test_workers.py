@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import django_rq
 import pytest
 from django.conf import settings
+from django.db import connection, connections, transaction
 from redis import Redis
 from rq import Queue
 from rq.job import Job as RqJob
@@ -19,9 +22,10 @@ from rq.serializers import DefaultSerializer, JSONSerializer
 from dedupjobs import dispatch, lifecycle
 from dedupjobs.dispatch import Delivery
 from dedupjobs.models import AttemptOutcome, JobAttempt, ProcessedJob, Status
-from tests import faults, sessions
+from tests import live, sessions
 from tests.app import jobs
-from tests.faults import DEDUP, PATIENCE, SIMPLE, STOCK, Spawn, with_server, with_sqlite
+from tests.app.models import Ledger
+from tests.live import DEDUP, PATIENCE, SIMPLE, STOCK, Spawn, with_server, with_sqlite
 from tests.waiting import until
 
 FAILED, SUCCEEDED = AttemptOutcome.FAILED, AttemptOutcome.SUCCEEDED
@@ -38,9 +42,9 @@ def rq_queue() -> Iterator[Queue]:
 
 
 def start(spawn: Spawn, worker_class: str, *queues: str, **env: Any) -> None:
-    faults.start_worker(spawn, *queues, worker=worker_class, **env)
+    live.start_worker(spawn, *queues, worker=worker_class, **env)
     if worker_class != DEDUP:
-        faults.start_coordinator(spawn)
+        live.start_coordinator(spawn)
 
 
 # ---- the same under every class
@@ -48,7 +52,7 @@ def start(spawn: Spawn, worker_class: str, *queues: str, **env: Any) -> None:
 
 @every_worker
 def test_jobs_end_the_same_under_every_worker_class(spawn: Spawn, worker_class: str) -> None:
-    with faults.changed(RQ={"WORKER_CLASS": worker_class}):
+    with live.changed(RQ={"WORKER_CLASS": worker_class}):
         good = [
             jobs.record.enqueue(tag="record", text="a"),
             jobs.record_async.enqueue(tag="async"),
@@ -71,18 +75,18 @@ def test_jobs_end_the_same_under_every_worker_class(spawn: Spawn, worker_class: 
         ProcessedJob.objects.filter(key="atomic:undone").update(max_attempts=1)
         start(spawn, worker_class)
         for outcome in (*good, *forks):
-            faults.wait_for(outcome)
-            assert faults.outcomes(outcome) == [SUCCEEDED]
+            live.wait_for(outcome)
+            assert live.outcomes(outcome) == [SUCCEEDED]
         for outcome in retried:
-            faults.wait_for(outcome)
-            assert faults.outcomes(outcome) == [FAILED, SUCCEEDED]
+            live.wait_for(outcome)
+            assert live.outcomes(outcome) == [FAILED, SUCCEEDED]
         for outcome in dead:
-            faults.wait_for(outcome, Status.DEAD)
-            assert faults.outcomes(outcome) == [FAILED]
-    assert faults.row_of(good[1]).result == '"async async"'
-    assert [faults.notes(f) for f in ("sys.exit", "raise", "return")] == [["parent"]] * 3
-    assert faults.notes("undone") == []
-    until(lambda: faults.locks_left() == [], PATIENCE)
+            live.wait_for(outcome, Status.DEAD)
+            assert live.outcomes(outcome) == [FAILED]
+    assert live.row_of(good[1]).result == '"async async"'
+    assert [live.notes(f) for f in ("sys.exit", "raise", "return")] == [["parent"]] * 3
+    assert live.notes("undone") == []
+    until(lambda: live.locks_left() == [], PATIENCE)
 
 
 @pytest.mark.large
@@ -91,13 +95,13 @@ def test_jobs_end_the_same_under_every_worker_class(spawn: Spawn, worker_class: 
 def test_worker_on_several_queues_runs_the_jobs_of_each_once(
     spawn: Spawn, worker_class: str
 ) -> None:
-    with faults.changed(RQ={"WORKER_CLASS": worker_class}):
+    with live.changed(RQ={"WORKER_CLASS": worker_class}):
         start(spawn, worker_class, "default", "high", "low")
         kinds = (jobs.record, jobs.record_high, jobs.record_low)
         outcomes = [kind.enqueue(tag=f"{n}") for kind in kinds for n in range(3)]
         for outcome in outcomes:
-            faults.wait_for(outcome)
-            assert faults.outcomes(outcome) == [SUCCEEDED]
+            live.wait_for(outcome)
+            assert live.outcomes(outcome) == [SUCCEEDED]
 
 
 @with_server
@@ -106,9 +110,9 @@ def test_two_messages_for_one_row_run_it_once(
     spawn: Spawn, tmp_path: Path, worker_class: str
 ) -> None:
     release = tmp_path / "release"
-    with faults.changed(RQ={"WORKER_CLASS": worker_class}):
+    with live.changed(RQ={"WORKER_CLASS": worker_class}):
         outcome = jobs.wait.enqueue(tag="twice", release=str(release))
-        row = faults.row_of(outcome)
+        row = live.row_of(outcome)
         copies = [
             Delivery(
                 queue="default",
@@ -120,13 +124,13 @@ def test_two_messages_for_one_row_run_it_once(
         ]
         assert dispatch.push(copies) == 2
         for _ in range(2):
-            faults.start_worker(spawn, worker=worker_class)
-        faults.begun("twice")
-        until(lambda: faults.queued() == [], PATIENCE, what="the others are dropped")
+            live.start_worker(spawn, worker=worker_class)
+        live.begun("twice")
+        until(lambda: live.queued() == [], PATIENCE, what="the others are dropped")
         release.touch()
-        faults.wait_for(outcome)
-    assert faults.outcomes(outcome) == [SUCCEEDED]
-    assert faults.notes("twice") == ["begin 1", "end 1"]
+        live.wait_for(outcome)
+    assert live.outcomes(outcome) == [SUCCEEDED]
+    assert live.notes("twice") == ["begin 1", "end 1"]
 
 
 @with_server
@@ -135,19 +139,19 @@ def test_worker_whose_connections_were_killed_goes_on_with_fresh_ones(
     spawn: Spawn, tmp_path: Path, worker_class: str
 ) -> None:
     release = tmp_path / "release"
-    with faults.changed(RQ={"WORKER_CLASS": worker_class}):
+    with live.changed(RQ={"WORKER_CLASS": worker_class}):
         start(spawn, worker_class)
-        faults.wait_for(jobs.record.enqueue(tag="before"))
+        live.wait_for(jobs.record.enqueue(tag="before"))
         sessions.terminate(*sessions.others())
-        faults.wait_for(jobs.record.enqueue(tag="between"))
+        live.wait_for(jobs.record.enqueue(tag="between"))
         during = jobs.wait.enqueue(tag="during", release=str(release))
-        faults.begun("during")
+        live.begun("during")
         sessions.terminate(*sessions.others())
         release.touch()
-        faults.wait_for(during)
-        faults.wait_for(jobs.record.enqueue(tag="after"))
+        live.wait_for(during)
+        live.wait_for(jobs.record.enqueue(tag="after"))
     # Its own write failed on the dead connection; that is an error of the job like any other.
-    assert faults.outcomes(during) == [FAILED, SUCCEEDED]
+    assert live.outcomes(during) == [FAILED, SUCCEEDED]
     assert JobAttempt.objects.exclude(job_id=during.job.pk).count() == 3
 
 
@@ -158,10 +162,10 @@ def test_worker_whose_connections_were_killed_goes_on_with_fresh_ones(
 def test_message_is_json_exactly_where_workers_are_dedup_workers(
     worker_class: str, is_json: bool
 ) -> None:
-    with faults.changed(RQ={"WORKER_CLASS": worker_class}):
+    with live.changed(RQ={"WORKER_CLASS": worker_class}):
         outcome = jobs.record.enqueue(tag="a")
     with Redis.from_url(settings.RQ_QUEUES["default"]["URL"]) as client:
-        data = zlib.decompress(client.hget(f"rq:job:{faults.queued()[0]}", "data"))
+        data = zlib.decompress(client.hget(f"rq:job:{live.queued()[0]}", "data"))
     loads = JSONSerializer.loads if is_json else pickle.loads
     assert loads(data)[2] in ([[[outcome.job.pk, 1]]], ([[outcome.job.pk, 1]],))
 
@@ -169,8 +173,8 @@ def test_message_is_json_exactly_where_workers_are_dedup_workers(
 @with_sqlite
 def test_dedup_worker_reads_json_whatever_serializer_its_command_line_names(spawn: Spawn) -> None:
     outcome = jobs.record.enqueue(tag="a")
-    spawn("rqworker", "--serializer", "rq.serializers.PickleSerializer", **faults.env_of())
-    faults.wait_for(outcome)
+    spawn("rqworker", "--serializer", "rq.serializers.PickleSerializer", **live.env_of())
+    live.wait_for(outcome)
 
 
 @with_sqlite
@@ -179,18 +183,18 @@ def test_foreign_pickle_fails_naming_the_setting_and_runs_once_it_is_set_and_req
 ) -> None:
     foreign = rq_queue.enqueue(jobs.note, "foreign", "ran")
     ours = jobs.record.enqueue(tag="ours")
-    worker = faults.start_worker(spawn)
-    faults.wait_for(ours)
+    worker = live.start_worker(spawn)
+    live.wait_for(ours)
     until(lambda: foreign.id in rq_queue.failed_job_registry, PATIENCE)
     assert worker.is_alive()
-    assert faults.notes("foreign") == []
+    assert live.notes("foreign") == []
     result = RqJob.fetch(foreign.id, connection=rq_queue.connection).latest_result()
     assert "FOREIGN_PICKLE" in str(result.exc_string)
 
     worker.stop()
-    faults.start_worker(spawn, FOREIGN_PICKLE=True)
+    live.start_worker(spawn, FOREIGN_PICKLE=True)
     rq_queue.failed_job_registry.requeue(foreign.id)
-    until(lambda: faults.notes("foreign") == ["ran"], PATIENCE)
+    until(lambda: live.notes("foreign") == ["ran"], PATIENCE)
 
 
 # ---- forged messages
@@ -221,14 +225,14 @@ def test_forged_deliveries_fail_in_rq_and_touch_no_row_and_no_worker(
     lifecycle.hold(untouched.job.pk, 0)
     forged = [json_queue.enqueue("dedupjobs.runner.run", args=(rows,)) for rows in FORGED]
     forged.append(json_queue.enqueue("dedupjobs.runner.run"))
-    worker = faults.start_worker(spawn)
+    worker = live.start_worker(spawn)
     last = jobs.record.enqueue(tag="last")
-    faults.wait_for(last)
+    live.wait_for(last)
     failed = rq_queue.failed_job_registry
     until(lambda: failed.count == len(forged), PATIENCE, what="all have failed")
     assert worker.is_alive()
     assert JobAttempt.objects.count() == 1
-    assert faults.row_of(untouched).status == Status.HELD
+    assert live.row_of(untouched).status == Status.HELD
     results = [
         RqJob.fetch(f.id, connection=rq_queue.connection, serializer=JSONSerializer).latest_result()
         for f in forged[:-1]
@@ -244,10 +248,10 @@ def test_delivery_of_an_unknown_row_or_an_old_generation_is_dropped(
     held = jobs.record.enqueue(tag="old")
     ProcessedJob.objects.filter(pk=held.job.pk).update(generation=2, dispatch_id="elsewhere")
     sent = [json_queue.enqueue("dedupjobs.runner.run", args=([[pk, 1]],)) for pk in (10**9, 0)]
-    faults.start_worker(spawn, RESEND_AFTER=1_000)
-    faults.wait_for(jobs.record.enqueue(tag="last"))
+    live.start_worker(spawn, RESEND_AFTER=1_000)
+    live.wait_for(jobs.record.enqueue(tag="last"))
     assert all(s.id not in rq_queue.failed_job_registry for s in sent)
-    assert faults.outcomes(held) == []
+    assert live.outcomes(held) == []
 
 
 @with_sqlite
@@ -257,8 +261,8 @@ def test_json_message_naming_any_function_by_its_path_does_not_run_it(
     json_queue = Queue("default", connection=rq_queue.connection, serializer=JSONSerializer)
     proof = tmp_path / "proof"
     forged = json_queue.enqueue("os.system", args=(f"touch {proof}",))
-    faults.start_worker(spawn)
-    faults.wait_for(jobs.record.enqueue(tag="last"))
+    live.start_worker(spawn)
+    live.wait_for(jobs.record.enqueue(tag="last"))
     until(lambda: forged.get_status(refresh=True) in ("finished", "failed"), PATIENCE)
     assert not proof.exists()
 
@@ -272,10 +276,70 @@ def test_worker_names_the_jobs_at_start_that_it_can_not_run_and_parks_their_rows
 ) -> None:
     outcome = jobs.record.enqueue(tag="ghost")
     ProcessedJob.objects.filter(pk=outcome.job.pk).update(name="app.of_tomorrow")
-    worker = faults.start_worker(spawn)
-    row = faults.wait_for(outcome, Status.HELD)
+    worker = live.start_worker(spawn)
+    row = live.wait_for(outcome, Status.HELD)
     worker.wait_for_output("does not know: app.of_tomorrow", PATIENCE)
-    assert faults.outcomes(outcome) == [AttemptOutcome.HELD]
+    assert live.outcomes(outcome) == [AttemptOutcome.HELD]
     assert "app.of_tomorrow" in row.error
     assert row.failures == 0
-    faults.wait_for(jobs.record.enqueue(tag="known"))
+    live.wait_for(jobs.record.enqueue(tag="known"))
+
+
+# ---- rubbish
+
+
+@with_sqlite
+def test_dedup_worker_goes_on_although_ids_in_redis_are_no_text(spawn: Spawn) -> None:
+    with live.rq_client() as client:
+        client.rpush("rq:queue:default:intermediate", b"\xff\xfe")
+        client.rpush("rq:queue:default", b"\xff\xfd")
+    outcome = jobs.record.enqueue(tag="behind rubbish")
+    worker = live.start_worker(spawn)
+    live.wait_for(outcome)
+    assert worker.is_alive()
+    assert "is no text" in worker.output
+
+
+# ---- one writer at a time
+
+
+@contextmanager
+def writing() -> Iterator[list[Exception]]:
+    """Let a web process's thread write all the time; yield what went wrong there."""
+    over = threading.Event()
+    errors: list[Exception] = []
+
+    def write() -> None:
+        try:
+            while not over.wait(0.005):
+                with transaction.atomic():
+                    Ledger.objects.create(tag="web")
+        except Exception as error:
+            errors.append(error)
+        finally:
+            connections.close_all()
+
+    web = threading.Thread(target=write, daemon=True)
+    web.start()
+    try:
+        yield errors
+    finally:
+        over.set()
+        web.join()
+
+
+@pytest.mark.large
+@pytest.mark.skipif(connection.vendor != "sqlite", reason="about SQLite's one writer")
+@pytest.mark.timeout(400)
+def test_500_jobs_run_once_each_on_sqlite_while_the_web_writes(spawn: Spawn) -> None:
+    with live.changed(RQ={"WORKER_CLASS": SIMPLE}):
+        start(spawn, SIMPLE)
+        live.start_worker(spawn, worker=SIMPLE)
+        with writing() as errors:
+            for page in range(10):
+                jobs.record.enqueue_many([{"tag": f"{page}.{n}"} for n in range(50)])
+            left = ProcessedJob.objects.exclude(status=Status.SUCCEEDED)
+            until(lambda: not left.all().exists(), 300, what="all jobs are done")
+    assert errors == [], "nobody was told that the database is locked"
+    assert list(JobAttempt.objects.values_list("outcome", flat=True)) == [SUCCEEDED] * 500
+    assert Ledger.objects.exclude(tag="web").count() == 500

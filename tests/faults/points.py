@@ -1,0 +1,45 @@
+"""Which probes exist, and which role comes by them while a stage runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "dedupjobs"
+
+HORSE = (
+    *("lock.before", "lock.after", "claim.before", "claim.row_won", "claim.uncommitted"),
+    *("claim.committed", "user_code.before", "user_code.after", "beat.before", "beat.done"),
+    *("fenced.locked", "settle.before", "settle.between", "settle.uncommitted"),
+    *("settle.committed", "release.before"),
+)
+COORDINATOR = (
+    *("mark_sent.before", "push.before", "push.after"),
+    *("reclaim.before", "reclaim.between", "reclaim.uncommitted", "reclaim.committed"),
+)
+ENQUEUER = (
+    *("enqueue.read", "enqueue.inserted", "reopen.before", "replace.before", "rerun.before"),
+    *("push.before", "push.after", "mark_unsent.before"),
+)
+PARENT = ("reclaim.before", "reclaim.between", "reclaim.uncommitted", "reclaim.committed")
+
+UNCALLED = {"begin.before": "lifecycle.begin has no caller yet"}
+
+
+def all_points() -> set[str]:
+    """Return every probe in the package, but those that nothing calls."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        found |= set(re.findall(r'probes\.reach\("([a-z_.]+)"\)', path.read_text()))
+    return found - set(UNCALLED)
+
+
+def by_role(worker: str) -> list[tuple[str, str]]:
+    """Return the pairs of role and point at which a stage with such workers can be struck."""
+    runner = "worker" if worker == "rq.SimpleWorker" else "horse"
+    pairs = [(runner, point) for point in HORSE]
+    pairs += [("coordinator", point) for point in COORDINATOR]
+    pairs += [("enqueuer", point) for point in ENQUEUER]
+    if "dedupjobs" in worker:
+        pairs += [("worker", point) for point in PARENT]
+    return pairs

@@ -1,0 +1,9 @@
+"""Django settings of a stage's processes: the suite's, with the jobs of tests.faults.app."""
+
+from __future__ import annotations
+
+from tests.settings import *  # noqa: F403
+from tests.settings import INSTALLED_APPS as SUITE
+
+INSTALLED_APPS = [*(app for app in SUITE if app != "tests.app"), "tests.faults.app"]
+MIGRATION_MODULES = {"faults": None}
