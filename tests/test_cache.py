@@ -19,7 +19,7 @@ from dedupjobs.clock import DbNow
 from dedupjobs.exceptions import ArgumentError, NoResult, PayloadMismatch, ResultTimeout
 from dedupjobs.models import Kind, ProcessedJob, Status
 from dedupjobs.testing import run_pending
-from tests import faults
+from tests import live
 from tests.app import jobs
 from tests.proxy import Proxy
 from tests.rows import at
@@ -33,7 +33,7 @@ LONG = {"L1_TTL": 600, "PUSH_TIMEOUT": 10, "LISTEN": "never"}  # nothing but cha
 
 @pytest.fixture(autouse=True)
 def _patient() -> Iterator[None]:
-    with faults.changed(DEDUPJOBS=LONG):
+    with live.changed(DEDUPJOBS=LONG):
         yield
 
 
@@ -171,7 +171,7 @@ def test_without_a_status_cache_each_read_asks_the_database() -> None:
 
 
 def test_process_remembers_no_more_than_its_size_and_forgets_the_oldest() -> None:
-    with faults.changed(DEDUPJOBS={**LONG, "L1_SIZE": 3}):
+    with live.changed(DEDUPJOBS={**LONG, "L1_SIZE": 3}):
         rows = [done(str(n)) for n in range(4)]
         for n in range(4):
             jobs.record.status(tag=str(n))
@@ -207,7 +207,7 @@ def test_success_answers_no_longer_than_its_window() -> None:
     row = jobs.record_hourly.enqueue(tag="a").job
     run_pending()
     ProcessedJob.objects.filter(pk=row.pk).update(unique_until=DbNow(1.5))
-    with faults.changed(DEDUPJOBS={**LONG, "L1_TTL": 1}):
+    with live.changed(DEDUPJOBS={**LONG, "L1_TTL": 1}):
         assert jobs.record_hourly.enqueue(tag="a").kind is Kind.REPLAYED
         with raw_client() as client:
             assert client.pttl(cache.entry_key(row.key_hash)) <= 500  # ends a whole L1_TTL before
@@ -402,7 +402,7 @@ def test_reads_without_redis_come_from_the_database_and_cost_one_time_out_a_seco
     url = f"redis://{HOST}:{free_port()}"
     done()
     another_process()
-    with faults.changed(DEDUPJOBS={"L1_TTL": 0.001}, CACHES=faults.redis_at(url)["CACHES"]):
+    with live.changed(DEDUPJOBS={"L1_TTL": 0.001}, CACHES=live.redis_at(url)["CACHES"]):
         answers = [jobs.record.status(tag="a") for _ in range(20)]
     assert answers == [Status.SUCCEEDED] * 20
 
@@ -413,8 +413,8 @@ def test_reads_from_a_black_hole_are_cut_off_by_the_budget_and_then_by_the_break
     done()
     port = int(settings.CACHE_URL.split(":")[2].split("/")[0])
     with Proxy(port) as proxy:
-        caches = faults.redis_at(f"redis://{HOST}:{proxy.port}")["CACHES"]
-        with faults.changed(DEDUPJOBS={"L1_TTL": 0.001, "LISTEN": "never"}, CACHES=caches):
+        caches = live.redis_at(f"redis://{HOST}:{proxy.port}")["CACHES"]
+        with live.changed(DEDUPJOBS={"L1_TTL": 0.001, "LISTEN": "never"}, CACHES=caches):
             jobs.record.status(tag="a")
             proxy.black_hole()
             waits = []

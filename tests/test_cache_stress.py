@@ -17,7 +17,7 @@ from django.core.management import call_command
 
 from dedupjobs import clock
 from dedupjobs.models import FINAL, ProcessedJob
-from tests import faults
+from tests import live
 from tests.app import jobs
 from tests.waiting import until
 
@@ -36,7 +36,7 @@ def test_no_reader_goes_back_in_time_and_all_agree_with_the_database_in_the_end(
     seed = random.randrange(2**32)
     print("seed", seed)
     tags, ours = [f"t{n}" for n in range(KEYS)], json.dumps(OURS)
-    with faults.changed(DEDUPJOBS={**OURS, "LISTEN": "never"}):
+    with live.changed(DEDUPJOBS={**OURS, "LISTEN": "never"}):
         hashes = [jobs.record_briefly.enqueue(tag=tag).job.key_hash for tag in tags]
         for _ in range(WORKERS):
             spawn("rqworker", "default", DEDUPJOBS_TEST_SETTINGS=ours)

@@ -38,7 +38,7 @@ from dedupjobs.invalidation import Message
 from dedupjobs.lifecycle import Change
 from dedupjobs.models import Kind, ProcessedJob, Status
 from dedupjobs.testing import run_pending
-from tests import faults
+from tests import live
 from tests.app import jobs
 from tests.proxy import Proxy
 from tests.servers import HOST, free_port
@@ -53,7 +53,7 @@ PATIENCE = 30
 @pytest.fixture(autouse=True)
 def _patient() -> Iterator[None]:
     invalidation.counts.clear()
-    with faults.changed(DEDUPJOBS=LONG):
+    with live.changed(DEDUPJOBS=LONG):
         yield
 
 
@@ -173,7 +173,7 @@ def test_job_that_was_lost_is_told(told: Any) -> None:
     from dedupjobs import coordinator
 
     outcome = jobs.record.enqueue(tag="a")
-    claim = faults.claimed(outcome)
+    claim = live.claimed(outcome)
     lost = lifecycle.bury(claim.fence, "its process died")
     assert lost is not None
     coordinator.tell_lost(lost, "death")
@@ -267,8 +267,8 @@ def test_listener_survives_what_is_none_of_ours(listener: Listener) -> None:
 def test_listener_that_lost_its_connection_comes_back_and_believes_nothing_old() -> None:
     port = int(settings.CACHE_URL.split(":")[2].split("/")[0])
     with Proxy(port) as proxy:
-        through = faults.redis_at(f"redis://{HOST}:{proxy.port}")["CACHES"]
-        with faults.changed(DEDUPJOBS=LONG, CACHES=through), listening() as listener:
+        through = live.redis_at(f"redis://{HOST}:{proxy.port}")["CACHES"]
+        with live.changed(DEDUPJOBS=LONG, CACHES=through), listening() as listener:
             row = row_of(jobs.record.enqueue(tag="a"))
             assert jobs.record.status(tag="a") is Status.PENDING
             ProcessedJob.objects.filter(pk=row.pk).update(status=Status.HELD)
@@ -361,7 +361,7 @@ def in_process(script: str, *arguments: str, **ours: Any) -> str:
 
 def test_change_that_redis_did_not_take_is_told_with_the_next_one(told: Any) -> None:
     first, second = (row_of(jobs.record.enqueue(tag=tag)) for tag in "ab")
-    away = faults.redis_at(f"redis://{HOST}:{free_port()}")["CACHES"]
+    away = live.redis_at(f"redis://{HOST}:{free_port()}")["CACHES"]
     with override_settings(CACHES=away):
         caches.close_all()
         cache.client.cache_clear()
@@ -432,7 +432,7 @@ def test_application_cache_that_fails_is_told_and_harms_no_job(pages: Any) -> No
 
     signals.invalidation_troubled.connect(note)
     outcome = pages.enqueue(order=7)
-    away = faults.redis_at(f"redis://{HOST}:{free_port()}")["CACHES"]
+    away = live.redis_at(f"redis://{HOST}:{free_port()}")["CACHES"]
     try:
         with override_settings(CACHES={**away, "status": settings.CACHES["default"]}):
             run_pending()
@@ -462,7 +462,7 @@ def test_stamp_that_redis_has_lost_is_never_an_old_one() -> None:
 
 
 def test_without_redis_no_stamp_matches_and_a_bump_is_an_error() -> None:
-    with faults.changed(CACHES=faults.redis_at(f"redis://{HOST}:{free_port()}")["CACHES"]):
+    with live.changed(CACHES=live.redis_at(f"redis://{HOST}:{free_port()}")["CACHES"]):
         assert cache_stamp("catalog") != cache_stamp("catalog")
         with pytest.raises(redis.exceptions.ConnectionError):
             bump_stamp("catalog")
@@ -521,9 +521,9 @@ def test_invalidate_command_names_what_it_can_not_use(arguments: list[str], says
 
 def test_invalidate_command_says_if_redis_did_not_take_it() -> None:
     jobs.record.enqueue(tag="a")
-    away = faults.redis_at(f"redis://{HOST}:{free_port()}")["CACHES"]
+    away = live.redis_at(f"redis://{HOST}:{free_port()}")["CACHES"]
     with (
-        faults.changed(DEDUPJOBS=LONG, CACHES=away),
+        live.changed(DEDUPJOBS=LONG, CACHES=away),
         pytest.raises(CommandError, match="did not take"),
     ):
         invalidate("--all")
@@ -553,7 +553,7 @@ def test_listen_command_prints_each_change_calls_its_handlers_and_ends_on_a_sign
     run_pending()
     until(lambda: "SUCCEEDED" in process.output, PATIENCE, what="the success is printed")
     assert outcome.job.key_hash in process.output
-    until(lambda: faults.notes("heard") == ["SUCCEEDED"], PATIENCE, what="the handler is called")
+    until(lambda: live.notes("heard") == ["SUCCEEDED"], PATIENCE, what="the handler is called")
     until(lambda: "ValueError: broken" in process.output, PATIENCE, what="the other one is told")
     process.signal(signals_of_unix.SIGINT)
     assert process.wait(PATIENCE) == 0
