@@ -306,7 +306,7 @@ def expire_all() -> None:
 # ---- Redis
 
 
-_budget = wire.Budget()  # its own: a slow cache must not cost jobs their messages
+budget = wire.Budget()  # its own: a slow cache must not cost jobs their messages
 
 
 def entry_key(key_hash: str) -> str:
@@ -316,7 +316,7 @@ def entry_key(key_hash: str) -> str:
 
 def _from_redis(key_hash: str) -> Known | None:
     try:
-        with client().spending(_budget):
+        with client().spending(budget):
             raw = client().redis.get(entry_key(key_hash))
     except UNREACHABLE:
         return None
@@ -327,7 +327,7 @@ def _take_lease(key_hash: str) -> str:
     """Return the lease under which this key may be filled, or "" if another reader has it."""
     lease = f"?{clock.token()}"
     try:
-        with client().spending(_budget):
+        with client().spending(budget):
             milliseconds = round(LEASE * 1000)
             mine = client().redis.set(entry_key(key_hash), lease, nx=True, px=milliseconds)
     except UNREACHABLE:
@@ -341,7 +341,7 @@ def _fill(key_hash: str, lease: str, known: Known, left: float | None) -> None:
     if not lease or ttl <= 0:
         return
     entry, milliseconds = _encoded(key_hash, known), max(round(ttl * 1000), 1)
-    with suppress(*UNREACHABLE), client().spending(_budget):
+    with suppress(*UNREACHABLE), client().spending(budget):
         client().redis.eval(_FILL, 1, entry_key(key_hash), lease, entry, str(milliseconds))
 
 
@@ -385,7 +385,7 @@ def _decoded(key_hash: str, raw: bytes | str) -> Known | None:
 def forget_clients() -> None:
     """Drop the client and all that is believed, after a change of settings."""
     client.cache_clear()
-    _budget.reset()
+    budget.reset()
     _forget_l1()
 
 

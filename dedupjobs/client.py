@@ -251,10 +251,10 @@ def _replayed(job: Job[..., Any], call: Call) -> Answer | None:
     """Answer from the status cache alone, where it knows a success that holds this key."""
     if not _holds(job):
         return None
-    invalidation.ensure_listening()
     known = cache.success(call.key_hash)
     if known is None or known.fingerprint != call.fingerprint:
         return None
+    invalidation.ensure_listening()
     return Answer(kind=Kind.REPLAYED, row=known.row())
 
 

@@ -17,6 +17,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ SCHEME = 1
 PURPOSE = "invalidation"
 OWED = 10_000  # changes that this process keeps for a Redis that is away
 PAGE = 500  # changes per pipeline
+PATIENCE = 5.0  # seconds that a page may take where no request waits
 STAMP_TTL = 30 * 86_400  # seconds; a stamp that is gone is replaced by a new one
 HEARTBEAT = 5.0  # seconds of silence after which the listener asks whether Redis is still there
 FIRST_PAUSE, LAST_PAUSE = 0.1, 5.0  # seconds between two tries to connect
@@ -98,15 +100,14 @@ class _Owed:
 
 
 _owed = _Owed()
-_budget = wire.Budget()
 
 
-def announce(changes: Sequence[Change]) -> Reached:
+def announce(changes: Sequence[Change], *, patient: bool = False) -> Reached:
     """
     Tell everybody that these rows have changed, in one round trip per PAGE; never raises.
 
     Call it after the commit. What Redis does not take now is sent with the next one; it is never
-    wrong to send it again.
+    wrong to send it again. ``patient``: a page may take PATIENCE; nobody waits for an answer.
     """
     for change in changes:
         cache.expire(change.key_hash)
@@ -117,19 +118,23 @@ def announce(changes: Sequence[Change]) -> Reached:
     while waiting:
         page, waiting = waiting[:PAGE], waiting[PAGE:]
         try:
-            reached += _send(page)
+            with _patiently() if patient else cache.client().spending(cache.budget):
+                reached += _send(page)
         except UNREACHABLE:
             _owed.keep(page + waiting)
             return reached + Reached(owed=len(page) + len(waiting))
     return reached
 
 
+def _patiently() -> AbstractContextManager[None]:
+    return cache.client().deadline(PATIENCE)
+
+
 def _send(changes: Sequence[Change]) -> Reached:
-    with cache.client().spending(_budget):
-        try:
-            replies = _pipeline(changes).execute()
-        except RedisConnectionError:  # a restart has cut an idle connection
-            replies = _pipeline(changes).execute()
+    try:
+        replies = _pipeline(changes).execute()
+    except RedisConnectionError:  # a restart has cut an idle connection
+        replies = _pipeline(changes).execute()
     return Reached(entries=sum(replies[0::2]), listeners=max(replies[1::2], default=0))
 
 
@@ -210,7 +215,7 @@ def cache_stamp(group: str) -> str:
     """
     key = _stamp_key(group)
     try:
-        with cache.client().spending(_budget):
+        with cache.client().spending(cache.budget):
             there = cache.client().redis.get(key)
             if there is None:
                 cache.client().redis.set(key, clock.token(), nx=True, ex=STAMP_TTL)

@@ -144,12 +144,12 @@ def test_result_says_what_is_missing() -> None:
 
 
 def test_large_result_does_not_travel_with_its_entry_and_is_read_all_the_same() -> None:
-    text = "x" * (cache.LARGEST_RESULT + 1)
-    row = done(text=text)
-    assert jobs.record.status(tag="a") is Status.SUCCEEDED
+    row = jobs.return_text.enqueue(length=cache.LARGEST_RESULT).job  # and two quotes
+    run_pending()
+    assert jobs.return_text.status(length=cache.LARGEST_RESULT) is Status.SUCCEEDED
     assert len(entry_of(row) or b"") < 1_000
     another_process()
-    assert jobs.record.result(tag="a") == text
+    assert jobs.return_text.result(length=cache.LARGEST_RESULT) == "x" * cache.LARGEST_RESULT
 
 
 def test_async_readers_get_the_same() -> None:

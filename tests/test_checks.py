@@ -14,7 +14,7 @@ from django.core.management.base import SystemCheckError
 from django.db import connection, connections
 from django.test.utils import override_settings
 
-from dedupjobs import dispatch, job, registry
+from dedupjobs import FOREVER, dispatch, job, registry
 from dedupjobs.models import ProcessedJob
 from tests.app import jobs
 from tests.rows import alter, tables_missing
@@ -215,7 +215,12 @@ def test_project_without_a_status_cache_passes() -> None:
 
 @pytest.fixture
 def invalidating() -> Iterator[None]:
-    @job(name="checks.invalidating", key="a:{a}", unique_for=60, invalidates=(("pages", "a:{a}"),))
+    @job(
+        name="checks.invalidating",
+        key="a:{a}",
+        unique_for=FOREVER,
+        invalidates=(("pages", "a:{a}"),),
+    )
     def invalidating(a: int) -> None: ...
 
     yield

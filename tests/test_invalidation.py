@@ -42,11 +42,14 @@ from tests import live
 from tests.app import jobs
 from tests.proxy import Proxy
 from tests.servers import HOST, free_port
+from tests.settings import WORKER_NUMBER
 from tests.waiting import until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-LONG = {"L1_TTL": 600, "PUSH_TIMEOUT": 10, "LISTEN": "never"}
+# A server's databases share their channels, so each process of the suite has a prefix of its own.
+PREFIX = f"heard{WORKER_NUMBER}"
+LONG = {"L1_TTL": 600, "PUSH_TIMEOUT": 10, "LISTEN": "never", "PREFIX": PREFIX}
 PATIENCE = 30
 
 
@@ -58,10 +61,10 @@ def _patient() -> Iterator[None]:
 
 
 @pytest.fixture
-def told() -> Iterator[Callable[[], list[dict[str, Any]]]]:
+def told(_patient: None) -> Iterator[Callable[[], list[dict[str, Any]]]]:
     """What was announced since the last question."""
     with redis.Redis.from_url(settings.CACHE_URL) as client, client.pubsub() as subscription:
-        subscription.subscribe("dedupjobs:invalidations")
+        subscription.subscribe(invalidation.channel())
         until(lambda: subscription.get_message(timeout=1), what="subscribed")
 
         def heard() -> list[dict[str, Any]]:
@@ -275,9 +278,12 @@ def test_listener_that_lost_its_connection_comes_back_and_believes_nothing_old()
             proxy.cut()
             until(lambda: listener.gaps >= 2, PATIENCE, what="it is connected again")
             until(lambda: jobs.record.status(tag="a") is Status.HELD, PATIENCE)
-            jobs.record.enqueue(tag="b")
-            run_pending()
-            until(lambda: listener.heard, PATIENCE, what="it hears again")
+
+            def heard() -> bool:
+                invalidation.announce([change_of(row)])
+                return bool(listener.heard)
+
+            until(heard, PATIENCE, what="it hears again")
 
 
 @pytest.mark.large
@@ -368,7 +374,7 @@ def test_change_that_redis_did_not_take_is_told_with_the_next_one(told: Any) -> 
         assert invalidation.announce([change_of(first)]).owed == 1
     caches.close_all()
     cache.client.cache_clear()
-    invalidation._budget.reset()
+    cache.budget.reset()
     assert invalidation.announce([change_of(second)]).owed == 0
     assert {m["key"] for m in told()} == {first.key_hash, second.key_hash}
 
@@ -546,7 +552,7 @@ def test_listen_command_prints_each_change_calls_its_handlers_and_ends_on_a_sign
 
     process = spawn(
         "dedupjobs_listen", "--json", "--exec", "tests.app.heard.note", "--exec",
-        "tests.app.heard.broken",
+        "tests.app.heard.broken", DEDUPJOBS_TEST_SETTINGS=json.dumps({"PREFIX": PREFIX}),
     )  # fmt: skip
     until(lambda: '"connected"' in process.output, PATIENCE, what="it is connected")
     outcome = jobs.record.enqueue(tag="a")

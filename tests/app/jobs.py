@@ -42,6 +42,11 @@ def record_briefly(*, tag: str) -> None:
     note(tag)
 
 
+@job(key="text:{length}", unique_for=FOREVER)
+def return_text(*, length: int) -> str:
+    return "x" * length
+
+
 @job(key=None)
 def record_always(*, tag: str) -> None:
     note(tag)

@@ -44,7 +44,8 @@ class Command(BaseCommand):
         seen, reached = 0, Reached()
         for page in _pages(rows):
             reached += invalidation.announce(
-                [Change.of(row, row.status, version=row.version + 1) for row in page]
+                [Change.of(row, row.status, version=row.version + 1) for row in page],
+                patient=True,
             )
             if reached.owed:
                 raise CommandError(
