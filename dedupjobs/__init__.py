@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from dedupjobs.exceptions import Cancel as Cancel
     from dedupjobs.exceptions import Retry as Retry
     from dedupjobs.exceptions import Snooze as Snooze
+    from dedupjobs.invalidation import bump_stamp as bump_stamp
+    from dedupjobs.invalidation import cache_stamp as cache_stamp
+    from dedupjobs.invalidation import on_invalidate as on_invalidate
     from dedupjobs.models import Kind as Kind
     from dedupjobs.registry import FOREVER as FOREVER
     from dedupjobs.registry import Job as Job
@@ -39,6 +42,9 @@ _HOMES = {
     "Attempt": "context",
     "Outcome": "client",
     "Kind": "models",
+    "on_invalidate": "invalidation",
+    "cache_stamp": "invalidation",
+    "bump_stamp": "invalidation",
     "Retry": "exceptions",
     "Snooze": "exceptions",
     "Cancel": "exceptions",

@@ -11,11 +11,12 @@ class DedupjobsConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from dedupjobs import checks, conf, ledger, logs  # noqa: PLC0415 - models are loaded by now
+        from dedupjobs import checks, conf, herald, ledger, logs  # noqa: PLC0415 - models are loaded by now
 
         checks.register_all()
         logs.connect()
         ledger.connect()
+        herald.connect()
         # A wrong setting is a check with an id; it must not keep `manage.py check` from running.
         modules = conf.Settings().AUTODISCOVER if any(conf.problems()) else conf.get().AUTODISCOVER
         autodiscover_modules(*modules)

@@ -30,7 +30,17 @@ SHARED_BACKENDS = "django_redis.cache.RedisCache"
 
 def register_all() -> None:
     """Register the checks; called once the app is ready."""
-    for check in (_settings, _jobs, _policies, _queues, _lock_cache, _worker, _database_settings):
+    for check in (
+        _settings,
+        _jobs,
+        _policies,
+        _queues,
+        _lock_cache,
+        _status_cache,
+        _invalidated_caches,
+        _worker,
+        _database_settings,
+    ):
         register(check, Tags.compatibility)
     register(_unknown_names, Tags.database)
     register(_mysql_tables, Tags.database)
@@ -196,6 +206,69 @@ def _lock_cache(**_: Any) -> list[CheckMessage]:
             id="dedupjobs.E006",
         )
     ]
+
+
+def _status_cache(**_: Any) -> list[CheckMessage]:
+    try:
+        alias = conf.get().STATUS_CACHE
+    except ImproperlyConfigured:
+        return []  # E001 tells
+    if alias is None:
+        return []
+    try:
+        cache: Any = caches[alias]
+    except InvalidCacheBackendError:
+        return [
+            Error(
+                f'DEDUPJOBS["STATUS_CACHE"] is {alias!r}, which CACHES lacks.',
+                hint="Add a django-redis cache under this alias, or set None for no status cache.",
+                id="dedupjobs.E021",
+            )
+        ]
+    if hasattr(getattr(cache, "client", None), "get_client"):
+        return []
+    backend = f"{type(cache).__module__}.{type(cache).__qualname__}"
+    return [
+        Error(
+            f"CACHES[{alias!r}] is {backend}, which is no Redis that processes share.",
+            hint=f'Use "{SHARED_BACKENDS}", name an alias that does in DEDUPJOBS["STATUS_CACHE"], '
+            "or set None for no status cache.",
+            id="dedupjobs.E022",
+        )
+    ]
+
+
+def _invalidated_caches(**_: Any) -> list[CheckMessage]:
+    found: list[CheckMessage] = []
+    for job in registry.every():
+        for alias in sorted({entry.alias for entry in job.invalidates}):
+            options = settings.CACHES.get(alias)
+            if options is None:
+                known = ", ".join(settings.CACHES)
+                found.append(
+                    Error(
+                        f"Job {job.name} invalidates entries of cache {alias!r}, which CACHES "
+                        f"lacks (there: {known}).",
+                        hint="Add the cache, or correct invalidates= of the job.",
+                        id="dedupjobs.E023",
+                    )
+                )
+            elif _ignores_exceptions(options):
+                found.append(
+                    Warning(
+                        f"Job {job.name} invalidates entries of cache {alias!r}, which hides its "
+                        "errors (IGNORE_EXCEPTIONS): an entry that could not be deleted stays, and "
+                        "nobody is told.",
+                        hint="Give such entries a short TTL, or take IGNORE_EXCEPTIONS away.",
+                        id="dedupjobs.W008",
+                    )
+                )
+    return found
+
+
+def _ignores_exceptions(options: dict[str, Any]) -> bool:
+    general = getattr(settings, "DJANGO_REDIS_IGNORE_EXCEPTIONS", False)
+    return bool(options.get("OPTIONS", {}).get("IGNORE_EXCEPTIONS", general))
 
 
 def _worker(**_: Any) -> list[CheckMessage]:

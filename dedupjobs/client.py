@@ -11,7 +11,18 @@ from asgiref.sync import sync_to_async
 from django.db import DatabaseError, connections, transaction
 from django.dispatch import Signal
 
-from dedupjobs import clock, conf, dispatch, keys, lifecycle, signals, stats
+from dedupjobs import (
+    cache,
+    clock,
+    conf,
+    dispatch,
+    invalidation,
+    keys,
+    lifecycle,
+    signals,
+    stats,
+)
+from dedupjobs.cache import Known
 from dedupjobs.clock import DbNow
 from dedupjobs.dispatch import Delivery
 from dedupjobs.exceptions import (
@@ -25,7 +36,7 @@ from dedupjobs.exceptions import (
     PayloadTooLarge,
     ResultTimeout,
 )
-from dedupjobs.lifecycle import Answer
+from dedupjobs.lifecycle import Answer, Change
 from dedupjobs.models import FINAL, Cause, Kind, ProcessedJob, Status
 from dedupjobs.registry import Call, Job, Variant
 
@@ -160,6 +171,43 @@ async def aenqueue(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, An
     return await sync_to_async(enqueue)(variant, args, kwargs)
 
 
+def status(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Status | None:
+    """Return how the job with this key stands, by the status cache; None: there is no such key."""
+    known = _known(variant, args, kwargs)
+    return known.status if known else None
+
+
+async def astatus(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Status | None:
+    """As ``status``; leaves the event loop only where this process does not know."""
+    known = cache.peek(variant.job.key_hash_of(args, kwargs, variant.key))
+    return known.status if known else await sync_to_async(status)(variant, args, kwargs)
+
+
+def result(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the result of the job with this key: ResultTimeout, NoResult as ``Outcome.result``."""
+    known = _known(variant, args, kwargs)
+    if known is None:
+        raise NoResult(f"{variant.job.name}: nothing was enqueued under this key, or it was pruned")
+    row = known.row()
+    if known.status == Status.SUCCEEDED and known.result is None:
+        row = lifecycle.jobs().filter(pk=row.pk).first() or row
+    if row.status in (*FINAL, Status.HELD):
+        return _result_of(row)
+    raise ResultTimeout(f"{row.name} {row.key!r} is still {row.status}")
+
+
+async def aresult(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As ``result``, from async code."""
+    return await sync_to_async(result)(variant, args, kwargs)
+
+
+def _known(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
+    invalidation.ensure_listening()
+    key_hash = variant.job.key_hash_of(args, kwargs, variant.key)
+    known: Known | None = _migrated(lambda: cache.read(key_hash, holds=_holds(variant.job)))
+    return known
+
+
 def enqueue_many(variant: Variant, calls: Iterable[Mapping[str, Any]]) -> list[Outcome]:
     """
     Enqueue one call per dict of keyword arguments; outcomes come in the order of the calls.
@@ -187,13 +235,39 @@ def reserve(
     job = variant.job
     call = _call(variant, args, kwargs)
     _check_queue(variant)
-    answer = _migrated(lambda: lifecycle.enqueue(call, options=job.options, holds=_holds(job)))
+    answer = _replayed(job, call)
+    if answer is None:
+        answer = _migrated(lambda: lifecycle.enqueue(call, options=job.options, holds=_holds(job)))
+        _remember(answer)
     news: list[_News] = []
     outcome = _outcome(job, call, answer, news)
     if sends and answer.sends:
         _hand_over([answer.row])
     _tell_later(news)
     return outcome
+
+
+def _replayed(job: Job[..., Any], call: Call) -> Answer | None:
+    """Answer from the status cache alone, where it knows a success that holds this key."""
+    if not _holds(job):
+        return None
+    known = cache.success(call.key_hash)
+    if known is None or known.fingerprint != call.fingerprint:
+        return None
+    invalidation.ensure_listening()
+    return Answer(kind=Kind.REPLAYED, row=known.row())
+
+
+def _remember(answer: Answer) -> None:
+    """Bring a success that was found in the database to the cache, after the commit."""
+    if answer.kind is not Kind.REPLAYED or not cache.is_on():
+        return
+    key_hash = answer.row.key_hash
+
+    def bring() -> None:
+        cache.read(key_hash, holds=True)
+
+    transaction.on_commit(bring, using=lifecycle.alias(), robust=True)
 
 
 # ---- the call
@@ -264,6 +338,8 @@ def _outcome(job: Job[..., Any], call: Call, answer: Answer, news: list[_News]) 
     outcome = Outcome(kind=answer.kind, job=row, reason=_reason(answer))
     if answer.kind in (Kind.CREATED, Kind.REPLACED, Kind.RERUN, Kind.DEBOUNCED):
         news.append((signals.job_enqueued, row.name, {"job": row, "kind": answer.kind}))
+        if answer.reopens:
+            news.append((signals.job_changed, row.name, {"changes": [Change.of(row, row.status)]}))
         return outcome
     cause = Cause.REPLAY if answer.kind is Kind.REPLAYED else Cause.PRODUCER
     facts = {"job_pk": row.pk, "cause": cause, "detail": outcome.reason}
@@ -335,7 +411,7 @@ def _why_blocked(row: ProcessedJob) -> str:
 def _result_of(row: ProcessedJob) -> Any:
     if row.status != Status.SUCCEEDED:
         raise NoResult(f"{row.name} {row.key!r} is {row.status}: {row.error or 'no reason given'}")
-    if row.is_tombstone:
+    if row.result is None and row.is_tombstone:
         raise NoResult(f"{row.name} {row.key!r} has succeeded, but its result was pruned")
     value = keys.decode(row.result or "null")
     if isinstance(value, keys.NotKept):

@@ -17,6 +17,7 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
+WHEN_TO_LISTEN = ("lazy", "always", "never")
 SHORTEST, LONGEST = 0.001, 30 * 86_400.0  # seconds that a setting may say
 
 
@@ -26,6 +27,11 @@ class Settings:
 
     AUTODISCOVER: tuple[str, ...] = ("jobs",)  # modules of each app that hold jobs
     LOCK_CACHE: str = "default"  # alias in CACHES, a django-redis one
+    STATUS_CACHE: str | None = "default"  # the same, for what is known of keys; None: no cache
+    L1_TTL: float = 2.0  # that a process may believe what it has read
+    L1_SIZE: int = 10_000  # keys that a process remembers
+    L2_TTL: float = 3600.0  # that a success stays in Redis, if its window is that long
+    LISTEN: str = "lazy"  # when a process hears of changes: from its first read, "always", "never"
     PREFIX: str = "dedupjobs"  # of every key of ours in Redis
     TICK: float = 1.0  # between two rounds of the coordinator
     RECLAIM_EVERY: float = 5.0  # between two looks for dead attempts
@@ -84,12 +90,20 @@ def _wrong(name: str, value: Any, kind: str) -> str:
         return "" if fits else "give a whole number of at least 1."
     if kind == "bool":
         return "" if isinstance(value, bool) else "give True or False."
-    if kind == "str":
-        return "" if isinstance(value, str) and value else "give a non-empty string."
+    if kind.startswith("str"):
+        return _wrong_text(name, value, may_be_none=kind.endswith("None"))
     if name == "AUTODISCOVER":
         fits = isinstance(value, (tuple, list)) and all(isinstance(v, str) for v in value)
         return "" if fits else 'give a tuple of module names, for example ("jobs",).'
     return "" if isinstance(value, Mapping) else "give a dict of @job options."
+
+
+def _wrong_text(name: str, value: Any, *, may_be_none: bool) -> str:
+    if name == "LISTEN":
+        return "" if value in WHEN_TO_LISTEN else f"give one of {', '.join(WHEN_TO_LISTEN)}."
+    if value is None and may_be_none:
+        return ""
+    return "" if isinstance(value, str) and value else "give a non-empty string."
 
 
 def _seconds(value: Any) -> Any:

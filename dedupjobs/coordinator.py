@@ -270,7 +270,7 @@ class Coordinator:
         for name in lifecycle.names():
             older_than = registry.options_of(name).retain_for
             for _ in range(PAGES):
-                page = lifecycle.prune(name, older_than=older_than, limit=conf.get().BATCH)
+                page = prune_page(name, older_than=older_than, limit=conf.get().BATCH)
                 total += page
                 if page.deleted + page.tombstones < conf.get().BATCH:
                     break
@@ -300,8 +300,18 @@ def tell_lost(lost: Lost, cause: str) -> None:
         status=lost.status,
         cause=cause,
     )
+    if lost.change is not None:
+        signals.tell(signals.job_changed, lost.name, changes=[lost.change])
     if lost.status == Status.DEAD:
         signals.tell(signals.job_dead, lost.name, job_pk=lost.job_pk, key=lost.key, reason="lost")
+
+
+def prune_page(name: str, *, older_than: float, limit: int) -> Pruned:
+    """Prune at most ``limit`` rows of a job, and tell who may remember them."""
+    page = lifecycle.prune(name, older_than=older_than, limit=limit)
+    if page.changes:
+        signals.tell(signals.job_changed, name, changes=page.changes)
+    return page
 
 
 def unknown_names() -> list[str]:

@@ -351,18 +351,40 @@ def _template(
     return make
 
 
+def text_template(
+    template: str, signature: inspect.Signature, job: str, where: str
+) -> Callable[[Mapping[str, Any]], str]:
+    """Return the function that fills a template with bound arguments; it may name none."""
+    pieces = _parsed(template, signature, job, where)
+
+    def make(values: Mapping[str, Any]) -> str:
+        return "".join(
+            literal + ("" if name is None else _shown(Formatter().get_field(name, (), values)[0]))
+            for literal, name in pieces
+        )
+
+    return make
+
+
 def _pieces(template: str, signature: inspect.Signature, job: str) -> list[tuple[str, str | None]]:
-    """Return the template as literals, each with the field behind it; refuse what can not be."""
     where = f"key={template!r}"
-    try:
-        pieces = list(Formatter().parse(template))
-    except ValueError as error:
-        raise JobDefinitionError(f"{job}: {where} is no template: {error}") from error
-    if not any(name is not None for _, name, _, _ in pieces):
+    pieces = _parsed(template, signature, job, where)
+    if not any(name is not None for _, name in pieces):
         raise JobDefinitionError(
             f"{job}: {where} names no argument, so all calls would be the same work. Write an "
             "argument in braces, for example {order_id}."
         )
+    return pieces
+
+
+def _parsed(
+    template: str, signature: inspect.Signature, job: str, where: str
+) -> list[tuple[str, str | None]]:
+    """Return the template as literals, each with the field behind it; refuse what can not be."""
+    try:
+        pieces = list(Formatter().parse(template))
+    except ValueError as error:
+        raise JobDefinitionError(f"{job}: {where} is no template: {error}") from error
     for _, name, spec, conversion in pieces:
         if spec or conversion:
             raise JobDefinitionError(f"{job}: {where}: no format after {name!r} allowed")

@@ -30,6 +30,7 @@ def connect() -> None:
         (signals.operated, _operated),
         (signals.slot_skipped, _slot_skipped),
         (signals.coordinator_failed, _coordinator_failed),
+        (signals.invalidation_troubled, _invalidation_troubled),
     ):
         signal.connect(receiver, dispatch_uid=f"dedupjobs.logs.{receiver.__name__}")
 
@@ -132,3 +133,7 @@ def _slot_skipped(sender: str, slot: Any, **_: Any) -> None:
 
 def _coordinator_failed(error: Exception, **_: Any) -> None:
     logger.error("coordinator: %s: %s", type(error).__name__, error)
+
+
+def _invalidation_troubled(sender: str, error: Exception, **_: Any) -> None:
+    logger.warning("%s: invalidation: %s: %s", sender, type(error).__name__, error)

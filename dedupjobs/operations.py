@@ -14,6 +14,7 @@ from dedupjobs import dispatch, lifecycle, locks, signals
 from dedupjobs.clock import DbNow
 from dedupjobs.dispatch import Delivery
 from dedupjobs.exceptions import StaleVersion
+from dedupjobs.lifecycle import Change
 from dedupjobs.models import Operation, ProcessedJob, Status
 
 
@@ -71,7 +72,13 @@ def _act(
             at=DbNow(),
         )
     facts: dict[str, Any] = {"job_pk": row.pk, "action": action, "by": by, "after": after}
-    _after_commit(lambda: signals.tell(signals.operated, row.name, **facts))
+    change = Change.of(row, after, version=row.version + 1)
+
+    def tell() -> None:
+        signals.tell(signals.operated, row.name, **facts)
+        signals.tell(signals.job_changed, row.name, changes=[change])
+
+    _after_commit(tell)
     return after
 
 

@@ -8,7 +8,7 @@ are imported at start (DEDUPJOBS["AUTODISCOVER"]), so that a web process and a w
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
@@ -21,6 +21,7 @@ from dedupjobs.exceptions import ArgumentError, JobDefinitionError, UnknownJob
 
 if TYPE_CHECKING:
     from dedupjobs.client import Outcome
+    from dedupjobs.models import Status
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -97,6 +98,14 @@ class Call:
     run_after: datetime | float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Invalidated:
+    """An application's cache entry that depends on a job: its alias, and how its key is made."""
+
+    alias: str
+    key_of: Callable[[Mapping[str, Any]], str]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job(Generic[P, R]):
     """
@@ -115,6 +124,7 @@ class Job(Generic[P, R]):
     namespace: str
     scope: str
     fingerprint: tuple[str, ...] | None
+    invalidates: tuple[Invalidated, ...]
     options: Options
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -135,6 +145,30 @@ class Job(Generic[P, R]):
     def run_now(self, *args: P.args, **kwargs: P.kwargs) -> Outcome:
         """Run this call here and now if its key is free: same rows, same attempts, no queue."""
         return Variant(job=self).run_now(*args, **kwargs)
+
+    def status(self, *args: Any, **kwargs: Any) -> Status | None:
+        """
+        Return how the job with this key stands, or None if there is none.
+
+        Only the arguments that stand in the key are needed. The answer may be L1_TTL old.
+        """
+        return Variant(job=self).status(*args, **kwargs)
+
+    async def astatus(self, *args: Any, **kwargs: Any) -> Status | None:
+        """As ``status``, from async code."""
+        return await Variant(job=self).astatus(*args, **kwargs)
+
+    def result(self, *args: Any, **kwargs: Any) -> Any:
+        """
+        Return what the job with this key has returned, without waiting; as old as ``status``.
+
+        ResultTimeout: it has not ended yet. NoResult: there is none, or no such key.
+        """
+        return Variant(job=self).result(*args, **kwargs)
+
+    async def aresult(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``result``, from async code."""
+        return await Variant(job=self).aresult(*args, **kwargs)
 
     def using(
         self,
@@ -201,6 +235,30 @@ class Job(Generic[P, R]):
         values = self.bind((), kwargs)
         return self.call_of(values, unkeyed="").key_hash
 
+    def key_hash_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: str | None) -> str:
+        """Return the hash of a key by those arguments that stand in it; others may be missing."""
+        if self.key_maker is None and key is None:
+            raise ArgumentError(f"{self.name} has no key, so nothing can be asked by it")
+        try:
+            bound = self.signature.bind_partial(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}{self.signature}: {error}") from None
+        bound.apply_defaults()
+        values = bound.arguments
+        try:
+            scope = keys.scope_of(values[self.scope], self.scope) if self.scope else ""
+            return self._identity(values, scope, key, "").key_hash
+        except KeyError as error:
+            raise ArgumentError(
+                f"{self.name}: argument {error} stands in the key or names the tenant; give it"
+            ) from None
+
+    def invalidated_keys(self, args: str) -> Iterator[tuple[str, str]]:
+        """Yield (cache alias, key) of the application's entries that depend on these arguments."""
+        values = keys.decode(args) if self.invalidates else {}
+        for entry in self.invalidates:
+            yield entry.alias, entry.key_of(values)
+
     def bound(self, text: str) -> inspect.BoundArguments:
         """Return stored arguments ready for the call; ArgumentError if they no longer fit."""
         values = keys.decode(text)
@@ -258,6 +316,30 @@ class Variant:
 
         return inline.run_now(self, args, kwargs)
 
+    def status(self, *args: Any, **kwargs: Any) -> Status | None:
+        """As ``Job.status``."""
+        from dedupjobs import client  # noqa: PLC0415
+
+        return client.status(self, args, kwargs)
+
+    async def astatus(self, *args: Any, **kwargs: Any) -> Status | None:
+        """As ``Job.astatus``."""
+        from dedupjobs import client  # noqa: PLC0415
+
+        return await client.astatus(self, args, kwargs)
+
+    def result(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``Job.result``."""
+        from dedupjobs import client  # noqa: PLC0415
+
+        return client.result(self, args, kwargs)
+
+    async def aresult(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``Job.aresult``."""
+        from dedupjobs import client  # noqa: PLC0415
+
+        return await client.aresult(self, args, kwargs)
+
 
 def job(  # noqa: PLR0913 - the options of a decorator
     *,
@@ -268,6 +350,7 @@ def job(  # noqa: PLR0913 - the options of a decorator
     namespace: str = "",
     scope: str = "",
     fingerprint: tuple[str, ...] | None = None,
+    invalidates: tuple[str | tuple[str, str], ...] = (),
     **options: Any,
 ) -> Callable[[Callable[P, R]], Job[P, R]]:
     """
@@ -279,7 +362,8 @@ def job(  # noqa: PLR0913 - the options of a decorator
     argument that names the tenant. ``aliases``: former names of this job, the oldest first: the
     oldest one stands in the keys, so that a renamed job keeps them. ``namespace``: jobs with the
     same one share their keys. ``fingerprint``: the arguments that must be equal when the
-    key is (all by default). Other options: the fields of ``Options``.
+    key is (all by default). ``invalidates``: templates of cache keys, or (alias, template), that
+    are deleted when the job is final or queued again. Other options: the fields of ``Options``.
     """
 
     def register(func: Callable[P, R]) -> Job[P, R]:
@@ -295,6 +379,7 @@ def job(  # noqa: PLR0913 - the options of a decorator
             namespace=namespace,
             scope=_argument(scope, signature, chosen),
             fingerprint=_arguments(fingerprint, signature, chosen),
+            invalidates=tuple(_invalidated(i, signature, chosen) for i in _tuple(invalidates)),
             options=_options(options, chosen),
         )
         return _add(made)
@@ -420,6 +505,18 @@ def _arguments(
         if name not in signature.parameters:
             raise JobDefinitionError(f"{job}: fingerprint names {name!r}, which is no argument")
     return names
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _invalidated(entry: Any, signature: inspect.Signature, job: str) -> Invalidated:
+    alias, template = ("default", entry) if isinstance(entry, str) else entry
+    where = f"invalidates={entry!r}"
+    if not isinstance(template, str) or not template or not isinstance(alias, str):
+        raise JobDefinitionError(f"{job}: {where}: give a template, or (cache alias, template)")
+    return Invalidated(alias, keys.text_template(template, signature, job, where))
 
 
 def _options(given: dict[str, Any], job: str) -> Options:

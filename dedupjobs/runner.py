@@ -429,7 +429,9 @@ def _tell_end(claim: Claim, ending: Ending, status: Status | None, run_time: flo
         status=status,
         run_time=run_time,
     )
-    if status is None:
+    if status is not None:
+        signals.tell(signals.job_changed, claim.name, changes=[claim.change(status)])
+    else:
         detail = f"{type(ending).__name__} after its lease was lost"
         facts = {"job_pk": claim.job_pk, "cause": Cause.LEASE, "detail": detail}
         signals.tell(signals.duplicate_detected, claim.name, **facts)

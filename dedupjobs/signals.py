@@ -10,6 +10,9 @@ from typing import Any
 
 from django.dispatch import Signal
 
+job_changed = Signal()  # changes (lifecycle.Change): a key answers otherwise than before
+job_invalidated = Signal()  # message (invalidation.Message): heard from any process, maybe late
+invalidation_troubled = Signal()  # error
 job_enqueued = Signal()  # job (row), kind
 duplicate_detected = Signal()  # job_pk, cause (models.Cause), detail
 mismatch_detected = Signal()  # job (row), differing (names), policy

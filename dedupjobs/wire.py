@@ -24,6 +24,7 @@ from redis.retry import Retry
 from dedupjobs import clock, conf
 
 FREE = 0.010  # seconds; faster calls cost the budget nothing
+NEAR = 0.005  # seconds by which a deadline may be missed
 WINDOW = 1.0  # seconds that a budget and an open breaker last
 
 
@@ -55,7 +56,7 @@ class DeadlineConnection:
         left = self.deadline.left()
         if left is not None:
             self.socket_connect_timeout = left
-            if self._sock:
+            if self._sock and not _is_near(self._sock.gettimeout(), left):
                 self._sock.settimeout(left)
 
     def _connect(self: Any) -> Any:
@@ -75,6 +76,11 @@ class DeadlineConnection:
     def read_response(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._limit()
         return super().read_response(*args, **kwargs)  # type: ignore[misc]
+
+
+def _is_near(one: float | None, other: float) -> bool:
+    """Whether a time-out need not be set again, which costs a system call per command."""
+    return one is not None and abs(one - other) < NEAR
 
 
 def own_client(source: Redis, *, timeout: float, deadline: Deadline | None = None) -> Redis:

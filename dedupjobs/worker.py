@@ -42,6 +42,7 @@ from dedupjobs import (
     dispatch,
     hardening,
     interrupts,
+    invalidation,
     lifecycle,
     locks,
     registry,
@@ -455,6 +456,7 @@ class DedupWorker(Worker):
 
 def _warm_up() -> None:
     """Import here what each horse would import again after its fork: some ten milliseconds."""
+    invalidation.never_listen()
     import django.db.models.sql.compiler  # noqa: F401, PLC0415
     import redis.lock  # noqa: F401, PLC0415
 

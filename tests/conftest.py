@@ -11,12 +11,16 @@ import redis
 from django.conf import settings
 from django.db import connection
 
+from dedupjobs import cache, invalidation
 from tests.processes import Spawned
 
 # What asks no database runs once, with the first of them.
 PURE = ("backoff", "conf", "endings", "keys", "registry", "slots")
 if os.environ.get("DEDUPJOBS_TEST_DB", "sqlite") != "sqlite":
     collect_ignore = [f"test_{name}.py" for name in PURE]
+
+# Tests that want a listener have one of their own; another would hear their messages, too.
+invalidation.never_listen()
 
 SPAWNED = pytest.StashKey[list[Spawned]]()
 
@@ -27,6 +31,7 @@ def _empty_redis() -> None:
     for url in (settings.RQ_URL, settings.CACHE_URL):
         with redis.Redis.from_url(url) as client:
             client.flushdb()
+    cache.forget_clients()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from django.core.management.base import SystemCheckError
 from django.db import connection, connections
 from django.test.utils import override_settings
 
-from dedupjobs import dispatch, registry
+from dedupjobs import FOREVER, dispatch, job, registry
 from dedupjobs.models import ProcessedJob
 from tests.app import jobs
 from tests.rows import alter, tables_missing
@@ -179,7 +179,8 @@ def test_lock_cache_that_does_not_exist_is_e005() -> None:
 def test_lock_cache_without_locks_is_e006(backend: str) -> None:
     path = f"django.core.cache.backends.{backend}"
     location = settings.CACHE_URL
-    with override_settings(CACHES={"default": {"BACKEND": path, "LOCATION": location}}):
+    caches = {"default": {"BACKEND": path, "LOCATION": location}}
+    with override_settings(CACHES=caches, DEDUPJOBS={"STATUS_CACHE": None}):
         message = only("dedupjobs.E006")
     assert path in message.msg
     assert "django_redis.cache.RedisCache" in message.hint
@@ -187,8 +188,53 @@ def test_lock_cache_without_locks_is_e006(backend: str) -> None:
 
 def test_lock_cache_under_another_alias_passes() -> None:
     caches = {**LOCMEM, "locks": settings.CACHES["default"]}
-    with override_settings(CACHES=caches, DEDUPJOBS={"LOCK_CACHE": "locks"}):
+    ours = {"LOCK_CACHE": "locks", "STATUS_CACHE": "locks"}
+    with override_settings(CACHES=caches, DEDUPJOBS=ours):
         assert found() == {}
+
+
+def test_status_cache_that_does_not_exist_is_e021() -> None:
+    with override_settings(DEDUPJOBS={"STATUS_CACHE": "status"}):
+        assert "'status'" in only("dedupjobs.E021").msg
+
+
+@pytest.mark.parametrize("backend", ["locmem.LocMemCache", "dummy.DummyCache", "redis.RedisCache"])
+def test_status_cache_of_another_backend_is_e022(backend: str) -> None:
+    path = f"django.core.cache.backends.{backend}"
+    caches = {**settings.CACHES, "status": {"BACKEND": path, "LOCATION": settings.CACHE_URL}}
+    with override_settings(CACHES=caches, DEDUPJOBS={"STATUS_CACHE": "status"}):
+        message = only("dedupjobs.E022")
+    assert path in message.msg
+    assert "django_redis.cache.RedisCache" in message.hint
+
+
+def test_project_without_a_status_cache_passes() -> None:
+    with override_settings(DEDUPJOBS={"STATUS_CACHE": None}):
+        assert found() == {}
+
+
+@pytest.fixture
+def invalidating() -> Iterator[None]:
+    @job(
+        name="checks.invalidating",
+        key="a:{a}",
+        unique_for=FOREVER,
+        invalidates=(("pages", "a:{a}"),),
+    )
+    def invalidating(a: int) -> None: ...
+
+    yield
+    registry.forget("checks.invalidating")
+
+
+def test_job_that_invalidates_a_cache_that_does_not_exist_is_e023(invalidating: None) -> None:
+    assert "'pages'" in only("dedupjobs.E023").msg
+
+
+def test_job_that_invalidates_a_cache_that_hides_its_errors_is_w008(invalidating: None) -> None:
+    hiding = {**settings.CACHES["default"], "OPTIONS": {"IGNORE_EXCEPTIONS": True}}
+    with override_settings(CACHES={**settings.CACHES, "pages": hiding}):
+        assert "IGNORE_EXCEPTIONS" in only("dedupjobs.W008").msg
 
 
 # ---- worker

@@ -38,6 +38,7 @@ from dedupjobs.lifecycle.losses import Lost, bury, reclaim
 from dedupjobs.lifecycle.operators import cancel, hold, retry, unhold
 from dedupjobs.lifecycle.retention import Pruned, free_tombstones, held, prunable, prune
 from dedupjobs.lifecycle.rows import (
+    Change,
     Claim,
     alias,
     assert_unbroken,
@@ -71,7 +72,8 @@ __all__ = [  # noqa: RUF022 - in the order a job meets them
     "alias", "jobs", "attempts", "names", "database_now", "seconds_until_due", "skip_locked",
     "codes", "waited_in_vain", "mark_transaction", "assert_unbroken",
     "Answer", "enqueue", "enqueue_many",
-    "Claim", "Place", "claim", "claimed_by", "begin", "Pulse", "beat", "look", "lock_open", "renew",
+    "Change", "Claim", "Place", "claim", "claimed_by", "begin",
+    "Pulse", "beat", "look", "lock_open", "renew",
     "Note", "NO_NOTE", "complete", "fail", "give_up", "snooze", "interrupt", "unclaim", "stop",
     "park", "outcome_of", "note_late",
     "Lost", "bury", "reclaim",

@@ -41,13 +41,15 @@ class Answer:
     What an enqueue found or made.
 
     ``mismatch``: the key is held by other arguments. ``sends``: the row waits for a message
-    that this call is to push after its commit.
+    that this call is to push after its commit. ``reopens``: the key had ended before, and others
+    may remember it so.
     """
 
     kind: Kind
     row: ProcessedJob
     mismatch: bool = False
     sends: bool = False
+    reopens: bool = False
 
 
 def enqueue(call: Call, *, options: Options, holds: bool) -> Answer:
@@ -145,7 +147,7 @@ def _answer(row: Any, call: Call, options: Options, holds: bool) -> Answer | Non
     if not _reopen(row, call, options, drawn):
         return None
     fresh = _row_of(call.key_hash) or row
-    return Answer(kind=Kind.CREATED, row=fresh, sends=_sent(fresh, drawn))
+    return Answer(kind=Kind.CREATED, row=fresh, sends=_sent(fresh, drawn), reopens=True)
 
 
 def _held_as(row: Any, options: Options, holds: bool) -> Kind | None:

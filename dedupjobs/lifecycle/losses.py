@@ -13,7 +13,16 @@ from dedupjobs import probes, registry
 from dedupjobs.clock import DbNow
 from dedupjobs.lifecycle.claims import claim_of
 from dedupjobs.lifecycle.leaving import cancelled, die, leave
-from dedupjobs.lifecycle.rows import UNASKED, UNSENT, Claim, alias, attempts, jobs, skip_locked
+from dedupjobs.lifecycle.rows import (
+    UNASKED,
+    UNSENT,
+    Change,
+    Claim,
+    alias,
+    attempts,
+    jobs,
+    skip_locked,
+)
 from dedupjobs.models import (
     AttemptOutcome,
     ProcessedJob,
@@ -31,6 +40,7 @@ class Lost:
     fence: int
     outcome: AttemptOutcome
     status: Status | None
+    change: Change | None
 
 
 def bury(fence: int, reason: str) -> Lost | None:
@@ -67,7 +77,8 @@ def _lose(fence: int, expired: Q, reason: str) -> Lost | None:
         if not ended.update(outcome=outcome, ended_at=DbNow(), reason=reason):
             return None
         probes.reach("reclaim.between")
-        status = _after_loss(claim_of(attempt, job), job, begun, reason)
+        taken = claim_of(attempt, job)
+        status = _after_loss(taken, job, begun, reason)
         probes.reach("reclaim.uncommitted")
     probes.reach("reclaim.committed")
     return Lost(
@@ -77,6 +88,7 @@ def _lose(fence: int, expired: Q, reason: str) -> Lost | None:
         fence=fence,
         outcome=outcome,
         status=status,
+        change=taken.change(status) if status else None,
     )
 
 

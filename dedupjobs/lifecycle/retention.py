@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from django.db import transaction
 from django.db.models import F, Q, QuerySet
 
 from dedupjobs import registry
 from dedupjobs.clock import DbNow
-from dedupjobs.lifecycle.rows import NO_RERUN, alias, attempts, jobs, skip_locked
+from dedupjobs.lifecycle.rows import NO_RERUN, Change, alias, attempts, jobs, skip_locked
 from dedupjobs.models import FINAL, ProcessedJob, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """How many rows are gone, and of how many only the key is left."""
+    """How many rows are gone, and of how many only the key is left; and what has changed."""
 
     deleted: int = 0
     tombstones: int = 0
+    changes: tuple[Change, ...] = field(default=(), compare=False)
 
     def __add__(self, other: Pruned) -> Pruned:
+        """Return the sum; the changes are each page's own."""
         return Pruned(
             deleted=self.deleted + other.deleted, tombstones=self.tombstones + other.tombstones
         )
@@ -62,6 +64,7 @@ def prune(name: str, *, older_than: float, limit: int) -> Pruned:
     with transaction.atomic(using=alias()):
         pks = _locked(prunable(name, older_than=older_than), limit)
         chosen = jobs().filter(pk__in=pks, status__in=FINAL)
+        changes = tuple(Change.of(r, r.status, version=r.version + 1) for r in _plain(chosen))
         attempts().filter(job_id__in=pks).delete()
         kept = chosen.filter(held(name)).update(
             version=F("version") + 1, args="", result=None, error="", **NO_RERUN
@@ -69,7 +72,11 @@ def prune(name: str, *, older_than: float, limit: int) -> Pruned:
         deleted = _delete(chosen.exclude(args=""))
         over = _locked(free_tombstones(name), limit - len(pks))
         deleted += _delete(jobs().filter(pk__in=over, status__in=FINAL))
-    return Pruned(deleted=deleted, tombstones=kept)
+    return Pruned(deleted=deleted, tombstones=kept, changes=changes)
+
+
+def _plain(rows: QuerySet[ProcessedJob]) -> QuerySet[ProcessedJob]:
+    return rows.defer("result", "error", "rerun_args")
 
 
 def _locked(rows: QuerySet[ProcessedJob], limit: int) -> list[int]:

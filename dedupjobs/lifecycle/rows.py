@@ -32,10 +32,40 @@ FRESH: dict[str, Any] = {**UNASKED, "failures": 0, "lost_count": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """
+    A committed change of a job, for those who remember how it was. ``version``: it is at least
+    this. ``event``: the status the job has now. ``args``: JSON, those of the run it is about.
+    """
+
+    job_pk: int
+    key_hash: str
+    name: str
+    scope: str
+    version: int
+    event: str
+    args: str
+
+    @classmethod
+    def of(cls, row: ProcessedJob, event: str, *, version: int | None = None) -> Change:
+        """Return the change of a row; ``version`` where it is newer than the row we have."""
+        return cls(
+            job_pk=row.pk,
+            key_hash=row.key_hash,
+            name=row.name,
+            scope=row.scope,
+            version=row.version if version is None else version,
+            event=event,
+            args=row.args,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """
     The right to run one attempt. ``fence`` (the attempt's primary key) grows per key;
-    ``failures`` as of the claim, when it can not change until this attempt ends.
+    ``failures`` and ``version`` as of the claim; until this attempt ends the first can not
+    change, and the second grows by requests and reruns only.
     """
 
     job_pk: int
@@ -46,12 +76,26 @@ class Claim:
     name: str
     key: str
     key_hash: str
+    scope: str
     queue: str
     args: str
+    version: int
     failures: int
     max_attempts: int | None
     began: bool
     queue_delay: float | None
+
+    def change(self, event: str) -> Change:
+        """Return the change that this attempt's ending is."""
+        return Change(
+            job_pk=self.job_pk,
+            key_hash=self.key_hash,
+            name=self.name,
+            scope=self.scope,
+            version=self.version + 1,
+            event=event,
+            args=self.args,
+        )
 
 
 def alias() -> str:

@@ -37,6 +37,16 @@ def record_hourly(*, tag: str) -> None:
     note(tag)
 
 
+@job(key="brief:{tag}", unique_for=timedelta(seconds=2), timeout=2)
+def record_briefly(*, tag: str) -> None:
+    note(tag)
+
+
+@job(key="text:{length}", unique_for=FOREVER)
+def return_text(*, length: int) -> str:
+    return "x" * length
+
+
 @job(key=None)
 def record_always(*, tag: str) -> None:
     note(tag)

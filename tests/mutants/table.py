@@ -5,7 +5,7 @@ Each drops one guard or swaps one order of docs/design.md §3, and each must be 
 simulation within SEEDS seeds, or by the test that it names. A test is named where one guard
 stands behind another: with one writer at a time no interleaving reaches it alone.
 
-There is no status cache yet, so "a cached success after its window" is asked of the rows alone.
+The simulation runs without the status cache, whose wrongs name a test.
 """
 
 from __future__ import annotations
@@ -31,6 +31,45 @@ LEAVING, LOSSES = "lifecycle/leaving.py", "lifecycle/losses.py"
 OPERATORS, SETTLING = "lifecycle/operators.py", "lifecycle/settling.py"
 
 ALL = [
+    # ---- the status cache
+    Mutant(
+        "a cached success answers after its window",
+        (
+            (
+                "cache.py",
+                "ttl = conf.get().L2_TTL if left is None else "
+                "min(conf.get().L2_TTL, left - conf.get().L1_TTL)",
+                "ttl = conf.get().L2_TTL",
+            ),
+        ),
+        test="test_cache.py::test_success_answers_no_longer_than_its_window",
+    ),
+    Mutant(
+        "a reader fills an entry whose lease a change has broken",
+        (("cache.py", "if redis.call('get', KEYS[1]) ~= ARGV[1] then return 0 end\n", ""),),
+        test="test_cache.py::test_slow_reader_does_not_put_an_old_row_over_a_newer_one",
+    ),
+    Mutant(
+        "an older entry of Redis is believed after a newer state was seen",
+        (
+            (
+                "cache.py",
+                "return entry is not None and entry.known.stamp > known.stamp",
+                "return False",
+            ),
+        ),
+        test="test_cache.py::test_older_entry_of_redis_is_not_believed_by_who_has_seen_newer",
+    ),
+    Mutant(
+        "an entry is believed whoever wrote it",
+        (("seal.py", "return any(", "return True or any("),),
+        test="test_cache.py::test_entry_that_we_did_not_write_is_no_answer",
+    ),
+    Mutant(
+        "a change is not announced",
+        (("herald.py", "    invalidation.announce(changes)\n", "    pass\n"),),
+        test="test_invalidation.py::test_each_change_of_a_key_is_told_once_after_it_was_committed",
+    ),
     # ---- enqueue, replace, rerun, reopen
     Mutant(
         "the unique constraint is gone",

@@ -60,6 +60,7 @@ DEDUPJOBS = {
     "RESEND_AFTER": 6,
     "LEADER_TTL": 5,
     "PRUNE_EVERY": 2,
+    "STATUS_CACHE": None,  # tests of its own order its readers; see tests/test_cache_stress.py
     "BATCH": 2,  # so that few rows are several pages
     "DEFAULTS": {"lease": 6, "timeout": None},
 }

@@ -5,7 +5,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
-from dedupjobs import conf, lifecycle, registry
+from dedupjobs import conf, coordinator, lifecycle, registry
 from dedupjobs.lifecycle import Pruned
 
 
@@ -43,7 +43,7 @@ class Command(BaseCommand):
         total, batch = Pruned(), conf.get().BATCH
         while True:
             left = batch if limit is None else limit - total.deleted - total.tombstones
-            page = lifecycle.prune(name, older_than=older_than, limit=min(batch, left))
+            page = coordinator.prune_page(name, older_than=older_than, limit=min(batch, left))
             total += page
             pruned = page.deleted + page.tombstones
             if pruned < batch or pruned == left:
