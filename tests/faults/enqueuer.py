@@ -52,6 +52,7 @@ def main(name: str) -> None:
                 stop.wait(WHILE_IT_RUNS)
             rolls_back = rng.random() < ROLLED_BACK and repeat == 0
             call(kind, tag, number * 10 + repeat, rng=rng, rolls_back=rolls_back)
+            ask(kind, tag)
 
 
 def call(
@@ -83,6 +84,17 @@ def call(
         )
         return pk
     return None
+
+
+def ask(kind: str, tag: str) -> None:
+    """Ask how the job stands, as a page that shows it would."""
+    from tests.faults.app import jobs
+
+    job = jobs.plain if kind == "slow" else getattr(jobs, kind)
+    try:
+        job.status(tag=tag)
+    except (DatabaseError, InterfaceError):
+        connections.close_all()
 
 
 def _call_of(kind: str, tag: str, number: int) -> Callable[[], Any]:

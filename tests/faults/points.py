@@ -19,7 +19,7 @@ COORDINATOR = (
 )
 ENQUEUER = (
     *("enqueue.read", "enqueue.inserted", "reopen.before", "replace.before", "rerun.before"),
-    *("push.before", "push.after", "mark_unsent.before"),
+    *("push.before", "push.after", "mark_unsent.before", "cache.leased", "cache.loaded"),
 )
 PARENT = ("reclaim.before", "reclaim.between", "reclaim.uncommitted", "reclaim.committed")
 
