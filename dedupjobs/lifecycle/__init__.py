@@ -35,8 +35,8 @@ from dedupjobs.lifecycle.claims import (
     renew,
 )
 from dedupjobs.lifecycle.losses import Lost, bury, reclaim
-from dedupjobs.lifecycle.operators import cancel, hold, retry, unhold
-from dedupjobs.lifecycle.retention import Pruned, free_tombstones, held, prunable, prune
+from dedupjobs.lifecycle.operators import cancel, hold, limit, retry, unhold
+from dedupjobs.lifecycle.retention import Pruned, free_tombstones, held, prunable, prune, purge
 from dedupjobs.lifecycle.rows import (
     Claim,
     alias,
@@ -46,6 +46,7 @@ from dedupjobs.lifecycle.rows import (
     names,
     seconds_until_due,
     skip_locked,
+    values_of,
 )
 from dedupjobs.lifecycle.sending import mark_sent, mark_unsent, new_dispatch_id
 from dedupjobs.lifecycle.settling import (
@@ -65,12 +66,13 @@ from dedupjobs.lifecycle.settling import (
 
 __all__ = [  # noqa: RUF022 - in the order a job meets them
     "alias", "jobs", "attempts", "names", "database_now", "seconds_until_due", "skip_locked",
+    "values_of",
     "Answer", "enqueue", "enqueue_many",
     "Claim", "Place", "claim", "claimed_by", "begin", "Pulse", "beat", "look", "lock_open", "renew",
     "Note", "NO_NOTE", "complete", "fail", "give_up", "snooze", "interrupt", "unclaim", "stop",
     "park", "outcome_of", "note_late",
     "Lost", "bury", "reclaim",
-    "cancel", "hold", "retry", "unhold",
-    "Pruned", "prunable", "free_tombstones", "held", "prune",
+    "cancel", "hold", "retry", "unhold", "limit",
+    "Pruned", "prunable", "free_tombstones", "held", "prune", "purge",
     "new_dispatch_id", "mark_sent", "mark_unsent",
 ]  # fmt: skip
