@@ -20,7 +20,7 @@ from django.utils.decorators import method_decorator
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy
+from django.utils.translation import gettext_lazy, ngettext
 from django.views.decorators.http import require_POST, require_safe
 from redis.exceptions import RedisError
 
@@ -75,7 +75,7 @@ def _chosen(deed: Deed) -> Any:
 
 
 class ProcessedJobAdmin(ReadOnly):
-    list_display = ("job", "state", "attempt", "next", "owner", "queue", "duplicates", "enqueued")
+    list_display = ("job", "state", "attempt", "next", "enqueued")
     list_display_links = ("job",)
     list_filter = filters.ALL
     search_fields = ("key",)  # shows the search field; ``get_search_results`` does it
@@ -180,33 +180,37 @@ class ProcessedJobAdmin(ReadOnly):
 
     @admin.display(description=gettext_lazy("job"), ordering="pk")
     def job(self, row: ProcessedJob) -> SafeString:
+        words = ngettext("%(n)s duplicate", "%(n)s duplicates", row.duplicates)
+        again = words % {"n": row.duplicates} if row.duplicates else ""
         return format_html(
-            '<span class="dj-name">{}</span> <bdi class="dj-key">{}</bdi>',
+            '<span class="dj-name">{} · {}</span> <bdi class="dj-key">{}</bdi>{}',
             text.shown(row.name, 200),
+            text.shown(row.queue, 100),
             text.shown(row.key or f"#{row.pk}", 200),
+            format_html(' <span class="dj-quiet">{}</span>', again) if again else "",
         )
 
     @admin.display(description=gettext_lazy("state"))
     def state(self, row: Any) -> SafeString:
-        more = condition(row, registry.options_of(row.name).stall_after)
-        if not more:
+        if row.status != Status.RUNNING:
             return badge(row.status)
-        return format_html('{} <span class="dj-condition">{}</span>', badge(row.status), more)
+        more = condition(row, registry.options_of(row.name).stall_after)
+        flag = format_html(' <span class="dj-condition">{}</span>', more) if more else ""
+        owner = text.shown(where(row.newest), 80)
+        return format_html(
+            '{}{} <span class="dj-owner"><bdi>{}</bdi></span>', badge(row.status), flag, owner
+        )
 
     @admin.display(description=gettext_lazy("attempt"))
     def attempt(self, row: ProcessedJob) -> str:
         lost = _(", %(lost)s lost") % {"lost": row.lost_count} if row.lost_count else ""
-        running = row.status == Status.RUNNING
-        return f"{row.failures + running}/{page.limit_of(row)}{lost}"
+        another = row.status in (Status.RUNNING, Status.SUCCEEDED)
+        return f"{row.failures + another}/{page.limit_of(row)}{lost}"
 
     @admin.display(description=gettext_lazy("next"))
     def next(self, row: Any) -> SafeString | str:
         moment, words = upcoming(row)
         return words if moment is None else when(moment, words)
-
-    @admin.display(description=gettext_lazy("owner"))
-    def owner(self, row: Any) -> str:
-        return text.shown(where(row.newest), 80) if row.status == Status.RUNNING else "–"
 
     @admin.display(description=gettext_lazy("enqueued"), ordering="enqueued_at")
     def enqueued(self, row: Any) -> SafeString:

@@ -35,6 +35,7 @@ class ReadOnly(ModelAdmin):  # type: ignore[type-arg]
     show_full_result_count = False
     list_per_page = 50
     list_max_show_all = 0
+    show_facets = admin.ShowFacets.NEVER
     actions: Any = None
     large: tuple[str, ...] = ()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import zip_longest
 
 from django.utils.translation import gettext as _
 
@@ -45,6 +46,7 @@ class Mark:
     middle: float
     is_moment: bool
     words: str
+    corners: str = ""  # of a triangle, so that colour is not all that tells a duplicate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,7 @@ def events_of(
     for sample in duplicates:
         words = _("duplicate: %(cause)s") % {"cause": sample.get_cause_display()}
         found.append(_moment("calls", "duplicate", sample.at, words))
-    for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
+    for attempt, following in zip_longest(attempts, attempts[1:]):
         found += _of_attempt(attempt, now)
         if attempt.ended_at is not None:
             found += _after(attempt, following, row, now)
@@ -197,7 +199,12 @@ def _mark(event: Event, x_of: Callable[[datetime], float]) -> Mark:
         middle=middle,
         is_moment=event.end is None,
         words=event.words,
+        corners=_triangle(x, middle) if event.kind == "duplicate" else "",
     )
+
+
+def _triangle(x: float, y: float) -> str:
+    return f"{x:.1f},{y - 7:.1f} {x + 7:.1f},{y + 6:.1f} {x - 7:.1f},{y + 6:.1f}"
 
 
 def _ticks(total: float) -> Iterator[Tick]:
