@@ -10,6 +10,7 @@ from django.http import HttpRequest
 from django.utils.translation import gettext_lazy as _
 
 from dedupjobs import criteria, dispatch, lifecycle
+from dedupjobs.admin.text import shown
 from dedupjobs.models import Status
 
 MOST = 50  # choices of one filter; others are reached by search
@@ -51,7 +52,7 @@ class QueueFilter(Filter):
     parameter_name = "queue"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        return [(name, name) for name in dispatch.queue_names()[:MOST]]
+        return [(name, shown(name)) for name in dispatch.queue_names()[:MOST]]
 
 
 class NameFilter(Filter):
@@ -59,7 +60,7 @@ class NameFilter(Filter):
     parameter_name = "name"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        return [(name, name) for name in lifecycle.values_of("name", most=MOST)]
+        return [(name, shown(name)) for name in lifecycle.values_of("name", most=MOST)]
 
 
 class AgeFilter(Filter):

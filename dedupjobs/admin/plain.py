@@ -48,8 +48,11 @@ class ReadOnly(ModelAdmin):  # type: ignore[type-arg]
         return rows.defer(*self.large, *related)
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:
-        named = [f for f in self.list_filter if isinstance(f, str)]
-        return any(lookup in (name, f"{name}__exact", f"{name}__id__exact") for name in named)
+        for allowed in self.list_filter:
+            name = getattr(allowed, "parameter_name", allowed)
+            if lookup in (name, f"{name}__exact"):
+                return True
+        return False
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False

@@ -183,8 +183,8 @@ def _in_lock(known: Known, lock: Seen | Exception | None) -> Iterator[Drift]:
             store="lock",
             words=_("The lock belongs to %(owner)s, but attempt %(number)s runs by the row.")
             % {"owner": lock.owner, "number": known.open_one.number},
-            heal="" if known.expired else "put back",
-            label=_("Give it to the attempt"),
+            heal="free lock" if known.expired else "put back",
+            label=_("Free the lock") if known.expired else _("Give it to the attempt"),
         )
         return
     yield Drift(
