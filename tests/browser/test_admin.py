@@ -128,6 +128,7 @@ def test_hostile_text_opens_no_dialog_and_breaks_no_policy(
         assert page.locator("img[src=x]").count() == 0
         # Nothing is wider than the window: tables scroll in their own box.
         assert page.evaluate(WIDER, width) == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
     page = boss.open(address("change", row.pk))
     assert IMAGE in page.locator("#content").inner_text()
     assert TEMPLATE in page.locator("#content").inner_text()
