@@ -10,7 +10,6 @@ ARGS ?=
 SECONDS ?= 120
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-PROOFS := $(patsubst %,tests/test_%.py,exhaustive fencing moving_clock scenarios)
 ON_MARIADB := $(patsubst %,tests/test_%.py,policies enqueue_many outcome run_now using key_identity \
   schedule ledger operations retention multidb admin docs policy_checks exhaustive fencing)
 PYTEST := $(BIN)/python -m pytest -n 2
@@ -28,15 +27,15 @@ demo: $(VENV)/.demo ## Run the sample shop under fire; ONCE=1 ends after the res
 	ONCE=$(ONCE) $(BIN)/python -m project.demo
 
 test: $(VENV)/.test ## Run the suite on SQLite, then on PostgreSQL
-	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) $(PROOFS:%=--ignore=%) --ignore=tests/simulation --ignore=tests/mutants $(ARGS)
-	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) $(PROOFS:%=--ignore=%) --ignore=tests/simulation --ignore=tests/mutants $(ARGS)
+	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) -m 'not large' --ignore=tests/simulation --ignore=tests/mutants $(ARGS)
+	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) -m 'not large' --ignore=tests/simulation --ignore=tests/mutants $(ARGS)
 
 mariadb: $(VENV)/.test ## Run what depends on the database on MariaDB, which the machine must have
 	DEDUPJOBS_TEST_DB=mariadb $(PYTEST) $(ON_MARIADB) $(ARGS)
 
-verify: $(VENV)/.test ## Run the larger proofs: model against code, fences, a moving clock
-	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) $(PROOFS) $(ARGS)
-	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) $(PROOFS) $(ARGS)
+verify: $(VENV)/.test ## Run the larger tests: model against code, fences, a moving clock, long stories
+	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) -m large --ignore=tests/simulation --ignore=tests/mutants $(ARGS)
+	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) -m large --ignore=tests/simulation --ignore=tests/mutants $(ARGS)
 
 exhaustive: $(VENV)/.test ## Explore every interleaving of one key; SECONDS=..., ARGS=--mutants
 	$(BIN)/python -m tests.exhaustive --seconds $(SECONDS) $(ARGS)

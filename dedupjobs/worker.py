@@ -12,6 +12,7 @@ Set ``RQ = {"WORKER_CLASS": "dedupjobs.worker.DedupWorker"}`` and run ``manage.p
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle  # only reached with FOREIGN_PICKLE=True
 import select
@@ -410,7 +411,7 @@ class DedupWorker(Worker):
         pid = os.fork()
         if pid == 0:
             os.close(writing)
-            _coordinate(reading)
+            _coordinate(reading, self.log)
         os.close(reading)
         self._coordinator = (pid, writing)
 
@@ -437,7 +438,7 @@ def _warm_up() -> None:
     connections.close_all()
 
 
-def _coordinate(pipe: int) -> None:
+def _coordinate(pipe: int, log: logging.Logger) -> None:
     """The coordinator child: tick until the parent's end of the pipe is closed. Never returns."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its parent, not before
@@ -453,6 +454,7 @@ def _coordinate(pipe: int) -> None:
     try:
         Coordinator().run(parent_is_gone)
     except BaseException:
+        log.exception("The coordinator has ended")
         os._exit(1)
     os._exit(0)
 

@@ -290,6 +290,7 @@ def test_attempt_that_has_beaten_since_it_was_seen_is_not_taken() -> None:
     assert faults.outcomes(outcome) == [None]
 
 
+@pytest.mark.large
 def test_jobs_left_by_a_dead_leader_are_recovered_by_the_next_one() -> None:
     with faults.brisk(**PATIENT, LEADER_TTL=0.5, BATCH=30):
         dead, heir = Coordinator(), Coordinator()
@@ -402,6 +403,7 @@ def test_wiped_redis_has_all_waiting_rows_sent_again_at_once(coordinator: Coordi
         assert coordinator.tick().resent == 0
 
 
+@pytest.mark.large
 def test_long_honest_backlog_is_not_copied_and_costs_few_queries(coordinator: Coordinator) -> None:
     count = 4_000
     template = jobs.record.enqueue(tag="first").job
@@ -479,6 +481,7 @@ def test_messages_lost_by_a_worker_on_two_queues_run_once(spawn: Spawn) -> None:
         assert faults.outcomes(outcome) == [SUCCEEDED]
 
 
+@pytest.mark.large
 @on_one_database
 def test_redis_wiped_and_restarted_in_the_middle_of_28_jobs_has_each_succeed_once(
     spawn: Spawn, tmp_path: Path
@@ -519,6 +522,7 @@ def test_redis_wiped_and_restarted_in_the_middle_of_28_jobs_has_each_succeed_onc
 # ---- an absent database
 
 
+@pytest.mark.large
 @on_postgresql
 def test_coordinator_whose_database_goes_away_goes_on_when_it_is_back(
     process_env: dict[str, str], spawn: Spawn

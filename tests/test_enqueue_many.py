@@ -66,6 +66,7 @@ def nothing_in_redis() -> bool:
 # ---- S-077
 
 
+@pytest.mark.large
 @committing
 def test_ten_thousand_calls_with_duplicates_make_a_row_per_key_in_few_statements(
     transactional_db: None,

@@ -14,6 +14,8 @@ import pytest
 from tests.exhaustive import explorer, mutants, twin
 from tests.exhaustive.state import Config
 
+pytestmark = pytest.mark.large
+
 KINDS = [
     Config(policy="return", unique_for="forever", on_dead="block", on_lost="retry"),
     Config(policy="replace", unique_for="none", on_dead="reopen", on_lost="hold"),

@@ -31,7 +31,7 @@ from tests.processes import Spawned
 from tests.proxy import Proxy
 from tests.waiting import until
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.large, pytest.mark.django_db(transaction=True)]
 
 LEASE = 60.0
 PATIENCE = 60  # seconds; the machine may be busy

@@ -295,6 +295,7 @@ def test_beat_of_a_locked_attempt_is_skipped_without_waiting_and_is_not_lost(
     assert row(claim).beat_at > beat_at
 
 
+@pytest.mark.large
 @on_postgresql
 def test_business_transaction_on_the_jobs_row_starves_no_beat_and_delays_only_the_settle(
     spawn: Spawn, tmp_path: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -25,6 +26,9 @@ from tests.waiting import until
 
 LOST, SUCCEEDED = AttemptOutcome.LOST, AttemptOutcome.SUCCEEDED
 INTERRUPTED, TIMED_OUT = AttemptOutcome.INTERRUPTED, AttemptOutcome.TIMED_OUT
+
+AT_ONCE = 2.0  # seconds from the death of a horse to its row's next claim
+RUNS = 8  # on a busy machine a parent waits for the CPU, too; on an idle one the first run does
 
 DATABASE = os.environ.get("DEDUPJOBS_TEST_DB")
 with_sqlite = pytest.mark.skipif(
@@ -82,22 +86,32 @@ def send_copy(outcome: object) -> None:
 
 
 def test_horse_killed_is_closed_as_lost_and_its_row_runs_again_at_once(
-    spawn: Spawn, release: Path
+    spawn: Spawn, tmp_path: Path
 ) -> None:
     worker = faults.start_worker(spawn)
-    outcome = jobs.wait_with_long_lease.enqueue(tag="horse", release=str(release))
-    horse = faults.begun("horse")
+    seconds = math.inf
+    for run in range(RUNS):
+        seconds = min(seconds, kill_a_horse(f"horse {run}", tmp_path / f"release {run}"))
+        if seconds <= AT_ONCE:
+            break
+    # The lease is a minute: the parent has buried its horse, no coordinator has waited for it.
+    assert seconds <= AT_ONCE
+    stop_and_find_nothing_left(worker)
+
+
+def kill_a_horse(tag: str, release: Path) -> float:
+    """Return the seconds from the death of a job's horse to the next claim, which succeeds."""
+    outcome = jobs.wait_with_long_lease.enqueue(tag=tag, release=str(release))
+    horse = faults.begun(tag)
     killed_at = lifecycle.database_now()
     faults.kill(horse)
-    faults.begun("horse", 2)
+    faults.begun(tag, 2)
     release.touch()
     row = faults.wait_for(outcome)
     assert faults.outcomes(outcome) == [LOST, SUCCEEDED]
     assert (row.lost_count, row.failures) == (1, 0)
-    assert faults.notes("horse") == ["begin 1", "begin 2", "end 2"]
-    # The lease is a minute: the parent has buried its horse, no coordinator has waited for it.
-    assert (faults.attempt(outcome, 2).claimed_at - killed_at).total_seconds() <= 5
-    stop_and_find_nothing_left(worker)
+    assert faults.notes(tag) == ["begin 1", "begin 2", "end 2"]
+    return (faults.attempt(outcome, 2).claimed_at - killed_at).total_seconds()
 
 
 def test_horse_and_parent_killed_are_recovered_by_another_worker_after_the_lease(
@@ -124,6 +138,7 @@ def test_horse_and_parent_killed_are_recovered_by_another_worker_after_the_lease
     stop_and_find_nothing_left(other)
 
 
+@pytest.mark.large
 @with_postgresql
 def test_parent_killed_alone_leaves_a_horse_that_beats_and_finishes_once(
     spawn: Spawn, release: Path
@@ -197,6 +212,7 @@ def test_horse_killed_by_itself_is_lost_each_time_until_its_budget_is_used(spawn
     stop_and_find_nothing_left(worker)
 
 
+@pytest.mark.large
 @pytest.mark.skipif(
     DATABASE != "postgresql",
     reason="a short lease for all jobs fails a check of atomic ones on SQLite",
@@ -216,6 +232,7 @@ def test_horse_killed_by_itself_under_a_stock_worker_is_found_by_the_coordinator
 # ---- jobs that hang or keep everything for themselves
 
 
+@pytest.mark.large
 @with_sqlite
 def test_job_holding_the_gil_longer_than_its_lease_lives_by_its_parents_beats(
     spawn: Spawn,
@@ -285,6 +302,7 @@ def in_sql() -> tuple[str, ...]:
 # ---- shutdown
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("times", [1, pytest.param(2, marks=with_sqlite)])
 def test_parent_told_to_end_interrupts_its_job_after_the_grace_and_claims_nothing_more(
     spawn: Spawn, release: Path, times: int
@@ -328,6 +346,7 @@ def test_parent_told_to_end_lets_a_job_finish_within_the_grace(spawn: Spawn, rel
     stop_and_find_nothing_left(worker)
 
 
+@pytest.mark.large
 @with_sqlite
 def test_job_that_ignores_its_interruption_is_killed_as_interrupted(spawn: Spawn) -> None:
     worker = faults.start_worker(spawn, TIMEOUT_GRACE=1.5, SHUTDOWN_GRACE=0.1)
@@ -379,6 +398,7 @@ def test_simple_worker_told_twice_to_end_interrupts_its_job_and_gives_its_lock_u
         assert faults.locks_left() == []
 
 
+@pytest.mark.large
 @with_sqlite
 def test_idle_workers_told_to_end_as_a_job_arrives_lose_none(spawn: Spawn) -> None:
     workers = [
@@ -420,6 +440,7 @@ def test_job_stopped_through_rq_is_cancelled(
 # ---- stopped and woken
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(
     "first_awake",
     [
@@ -460,6 +481,7 @@ def test_worker_stopped_past_its_lease_and_woken_writes_nothing_stale(
     assert faults.row_of(outcome).version == version
 
 
+@pytest.mark.large
 @with_postgresql
 def test_second_message_for_a_running_row_is_dropped_however_long_the_job_takes(
     spawn: Spawn, release: Path

@@ -43,8 +43,8 @@ def impatient() -> None:
 @pytest.fixture(autouse=True)
 def _patient(request: pytest.FixtureRequest, settings: Any) -> Iterator[None]:
     """Let a busy machine take its time with each count, except in tests of the budget."""
-    if "impatient" not in request.fixturenames:
-        settings.DEDUPJOBS = {"PUSH_TIMEOUT": 30, "LOCK_TIMEOUT": 30}
+    impatient = "impatient" in request.fixturenames
+    settings.DEDUPJOBS = {} if impatient else {"PUSH_TIMEOUT": 30, "LOCK_TIMEOUT": 30}
     _forget_clients()
     yield
     _forget_clients()
@@ -215,6 +215,7 @@ def test_sample_of_a_row_that_is_gone_is_left_out_and_its_count_stays() -> None:
 # ---- a hot key
 
 
+@pytest.mark.large
 def test_hot_key_costs_each_call_one_read_and_the_fold_brings_all() -> None:
     row = jobs.record.enqueue(tag="hot").job
     before = ProcessedJob.objects.filter(pk=row.pk).values().get()

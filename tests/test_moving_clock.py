@@ -33,6 +33,7 @@ from tests.waiting import until
 LIBRARIES = sorted(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
 
 pytestmark = [
+    pytest.mark.large,
     pytest.mark.skipif(
         os.environ.get("DEDUPJOBS_TEST_DB") != "postgresql", reason="moves PostgreSQL's clock"
     ),

@@ -596,6 +596,7 @@ def test_call_that_is_told_duplicate_under_replace_changes_nothing_of_what_runs(
     assert drive(claim) == ()
 
 
+@pytest.mark.large
 @committing
 def test_thousand_triggers_during_a_run_are_one_more_run_with_the_newest_payload(
     transactional_db: None, redis_client: redis.Redis

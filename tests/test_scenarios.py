@@ -28,7 +28,7 @@ from tests.app.models import Ledger
 from tests.processes import Spawned
 from tests.waiting import until
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.large, pytest.mark.django_db(transaction=True)]
 
 PATIENCE = 60  # seconds; the machine may be busy
 

@@ -94,6 +94,7 @@ def test_jobs_end_the_same_under_every_worker_class(spawn: Spawn, worker_class: 
     until(lambda: faults.locks_left() == [], PATIENCE)
 
 
+@pytest.mark.large
 @with_sqlite
 @every_worker
 def test_worker_on_several_queues_runs_the_jobs_of_each_once(
