@@ -11,10 +11,12 @@ SECONDS ?= 120
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ON_MARIADB := $(patsubst %,tests/test_%.py,policies enqueue_many outcome run_now using key_identity \
-  schedule ledger operations retention multidb admin docs policy_checks exhaustive fencing)
+  schedule ledger operations retention multidb admin admin_actions admin_bulk \
+  admin_input docs policy_checks exhaustive fencing)
 PYTEST := $(BIN)/python -m pytest -n 2
+APART := $(patsubst %,--ignore=tests/%,simulation mutants browser)
 
-.PHONY: help demo test simulate mutants verify mariadb exhaustive check lint types layers migrations format bench wheel clean
+.PHONY: help demo test browser simulate mutants verify mariadb exhaustive check lint types layers migrations format bench wheel clean
 
 help: ## List these commands
 	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -27,15 +29,18 @@ demo: $(VENV)/.demo ## Run the sample shop under fire; ONCE=1 ends after the res
 	ONCE=$(ONCE) $(BIN)/python -m project.demo
 
 test: $(VENV)/.test ## Run the suite on SQLite, then on PostgreSQL
-	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) -m 'not large' --ignore=tests/simulation --ignore=tests/mutants $(ARGS)
-	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) -m 'not large' --ignore=tests/simulation --ignore=tests/mutants $(ARGS)
+	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) -m 'not large' $(APART) $(ARGS)
+	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) -m 'not large' $(APART) $(ARGS)
+
+browser: $(VENV)/.test ## Click through the admin in Chromium, which the machine must have
+	DEDUPJOBS_TEST_DB=sqlite DEDUPJOBS_REQUIRE_BROWSER=1 $(BIN)/python -m pytest tests/browser $(ARGS)
 
 mariadb: $(VENV)/.test ## Run what depends on the database on MariaDB, which the machine must have
 	DEDUPJOBS_TEST_DB=mariadb $(PYTEST) $(ON_MARIADB) $(ARGS)
 
 verify: $(VENV)/.test ## Run the larger tests: model against code, fences, a moving clock, long stories
-	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) -m large --ignore=tests/simulation --ignore=tests/mutants $(ARGS)
-	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) -m large --ignore=tests/simulation --ignore=tests/mutants $(ARGS)
+	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) -m large $(APART) $(ARGS)
+	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) -m large $(APART) $(ARGS)
 
 exhaustive: $(VENV)/.test ## Explore every interleaving of one key; SECONDS=..., ARGS=--mutants
 	$(BIN)/python -m tests.exhaustive --seconds $(SECONDS) $(ARGS)

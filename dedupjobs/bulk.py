@@ -17,6 +17,8 @@ from typing import Any
 from django.contrib.auth import get_user_model
 from django.db import DatabaseError, transaction
 from django.db.models import F
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 
 from dedupjobs import (
     FOREVER,
@@ -40,7 +42,7 @@ from dedupjobs.models import BulkOperation, BulkRefusal, Operation, ProcessedJob
 PAGE = 200
 SLICE = 60.0  # seconds of one attempt; then the next one goes on, and other jobs get their turn
 KEPT = timedelta(days=30)  # that an ended bulk operation stays in the tables
-IN_USE = "in use by a transaction of somebody else"
+IN_USE = gettext_lazy("in use by a transaction of somebody else")
 
 _QUEUE = next(iter(sorted(dispatch.queue_names(), key=lambda name: name != "default")), "default")
 
@@ -90,7 +92,7 @@ def stop(bulk: BulkOperation, *, by: str) -> bool:
     Each page locks the bulk operation's row, so this waits for one, and the next finds it ended.
     """
     running = _all().filter(pk=bulk.pk, ended_at=None)
-    words = f"stopped by {by}"
+    words = _("stopped by %(by)s") % {"by": by}
     return bool(running.update(stopped_by=by[:200], ended_at=DbNow(), note=words))
 
 
@@ -129,14 +131,15 @@ def page(pk: int) -> str:
     if bulk is None or bulk.ended_at is not None:
         return bulk.note if bulk else "nothing to do"
     if not _may(_user(bulk), PERMISSIONS[bulk.action]):
-        return _end(bulk, f"{bulk.by} may not {bulk.action} any more")
+        words = _("%(by)s may not %(action)s any more")
+        return _end(bulk, words % {"by": bulk.by, "action": bulk.action})
     if bulk.total is None:
         bulk.total = rows_of(bulk).count()
         _all().filter(pk=pk).update(total=bulk.total)
     behind = rows_of(bulk).filter(pk__gt=bulk.cursor).order_by("pk")
     pks = list(behind.values_list("pk", flat=True)[:PAGE])
     if not pks:
-        return _end(bulk, "done")
+        return _end(bulk, _("done"))
     try:
         _do(bulk, pks, one_by_one=False)
     except DatabaseError:
@@ -169,7 +172,7 @@ def _do(bulk: BulkOperation, pks: Sequence[int], *, one_by_one: bool) -> None:
         there = set(chosen.values_list("pk", flat=True))
         free = list(lifecycle.skip_locked(chosen))
         for pk in sorted(there - {row.pk for row in free}):
-            written.refuse(bulk, pk, IN_USE)
+            written.refuse(bulk, pk, str(IN_USE))
         orphans = operations.orphans(free) if bulk.action == "free lock" else {}
         for row in free:
             if bulk.action == "free lock":
@@ -208,11 +211,11 @@ def _free_lock(
     bulk: BulkOperation, row: ProcessedJob, owner: str | None, written: _Written
 ) -> None:
     if owner is None:
-        written.refuse(bulk, row.pk, "it has no orphaned lock")
+        written.refuse(bulk, row.pk, _("it has no orphaned lock"))
     elif locks.release(row.pk, owner) is Grip.HELD:
         _note(bulk, row, Status(row.status), written)
     else:
-        written.refuse(bulk, row.pk, "its lock changed hands, or Redis can not be reached")
+        written.refuse(bulk, row.pk, _("its lock changed hands, or Redis can not be reached"))
 
 
 def _note(bulk: BulkOperation, row: ProcessedJob, after: Status, written: _Written) -> None:

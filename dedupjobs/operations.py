@@ -8,11 +8,13 @@ forget heal what has drifted from it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
 
 from django.db import transaction
+from django.utils.translation import gettext as _
 
 from dedupjobs import dispatch, lifecycle, locks, signals
 from dedupjobs.clock import DbNow
@@ -119,16 +121,19 @@ def free_message(row: ProcessedJob) -> None:
 def why_not(action: str, row: ProcessedJob) -> str:
     """Return why an action changed nothing."""
     now = lifecycle.jobs().filter(pk=row.pk).first()
+    facts = {"action": action, "pk": row.pk, "then": row.status, "now": now and now.status}
     if now is None:
-        return f"{action}: row {row.pk} is gone"
-    if now.version != row.version:
-        return (
-            f"{action}: row {row.pk} has changed since it was looked at (then {row.status}, now "
-            f"{now.status}); look again"
+        words = _("%(action)s: row %(pk)s is gone")
+    elif now.version != row.version:
+        words = _(
+            "%(action)s: row %(pk)s has changed since it was looked at (then %(then)s, now "
+            "%(now)s); look again"
         )
-    if now.is_tombstone:
-        return f"{action}: row {row.pk} has lost its arguments by pruning; enqueue it again"
-    return f"{action}: row {row.pk} is {now.status}, which {action} does not apply to"
+    elif now.is_tombstone:
+        words = _("%(action)s: row %(pk)s has lost its arguments by pruning; enqueue it again")
+    else:
+        words = _("%(action)s: row %(pk)s is %(now)s, which %(action)s does not apply to")
+    return words % facts
 
 
 # ---- healing
@@ -145,13 +150,14 @@ def reclaim(
     """
     open_one = lifecycle.attempts().filter(job_id=row.pk, outcome=None).last()
     if open_one is None:
-        raise StaleVersion(f"reclaim: row {row.pk} has no open attempt any more")
+        words = _("reclaim: row %(pk)s has no open attempt any more")
+        raise StaleVersion(words % {"pk": row.pk})
     needed = (open_one.lease_until - open_one.beat_at).total_seconds() / 3
     if still < needed:
-        raise StaleVersion(
-            f"reclaim: the last beat was watched for {still:.0f} s only; look again in "
-            f"{needed - still:.0f} s"
+        words = _(
+            "reclaim: the last beat was watched for %(still)s s only; look again in %(left)s s"
         )
+        raise StaleVersion(words % {"still": int(still), "left": math.ceil(needed - still)})
     lost: list[Lost | None] = []
 
     def arrow() -> Status | None:
@@ -320,7 +326,8 @@ def _is_as_seen(row: ProcessedJob) -> bool:
 
 def _reached(row: ProcessedJob, grip: Grip) -> Status | None:
     if grip is Grip.UNREACHABLE:
-        raise StaleVersion(f"row {row.pk}: Redis can not be reached; nothing was changed")
+        words = _("row %(pk)s: Redis can not be reached; nothing was changed")
+        raise StaleVersion(words % {"pk": row.pk})
     return Status(row.status) if grip is Grip.HELD else None
 
 

@@ -211,7 +211,7 @@ def test_row_in_somebodys_transaction_is_passed_over(boss: User) -> None:
     with locked(busy):
         assert bulk.page(started.pk) == ""
     assert (fresh(free).status, fresh(busy).status) == ("PENDING", "DEAD")
-    assert BulkRefusal.objects.get().words == bulk.IN_USE
+    assert BulkRefusal.objects.get().words == str(bulk.IN_USE)
 
 
 @pytest.mark.parametrize(

@@ -157,20 +157,20 @@ QUESTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
-@pytest.mark.parametrize(
-    "name", ["q", "scope", "error", "state", "condition", "name", "age", "queue"]
-)
-def test_any_text_in_the_address_makes_a_page(
-    admin_client: Client, name: str, question: str
-) -> None:
+FIELDS = ("q", "scope", "error", "state", "condition", "name", "age", "queue")
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_any_text_in_the_address_makes_a_page(admin_client: Client, name: str) -> None:
     make(Status.DEAD, args='{"order_id":7}')
-    text = question.encode("utf-8", "surrogatepass")
-    answer = admin_client.get(address("changelist"), {name: text})
-    assert answer.status_code == 200
-    form = urlencode({"action": "retry", "reason": "", name: text})
-    kind = "application/x-www-form-urlencoded"
-    assert admin_client.post(address("bulk_start"), form, content_type=kind).status_code == 200
+    for question in QUESTIONS:
+        text = question.encode("utf-8", "surrogatepass")
+        answer = admin_client.get(address("changelist"), {name: text})
+        assert answer.status_code == 200, question
+        form = urlencode({"action": "retry", "reason": "", name: text})
+        kind = "application/x-www-form-urlencoded"
+        answer = admin_client.post(address("bulk_start"), form, content_type=kind)
+        assert answer.status_code == 200, question
 
 
 @pytest.mark.parametrize("query", ["o=99", "o=x", "o=-", "p=x", "p=-1", "p=99999", "all=1", "e=1"])

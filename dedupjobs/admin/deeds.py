@@ -220,7 +220,8 @@ def _act(wish: Wish, row: ProcessedJob) -> str:
         return str(operations.reclaim(row, seen=beat_at, still=still, **who))
     owner = operations.orphans([row]).get(row.pk)
     if owner is None:
-        raise StaleVersion(f"row {row.pk} has no orphaned lock; look again")
+        words = _("row %(pk)s has no orphaned lock; look again")
+        raise StaleVersion(words % {"pk": row.pk})
     return str(operations.free(row, owner=owner, **who))
 
 
@@ -250,6 +251,7 @@ def watched(pk: int, note: str) -> tuple[datetime, float]:
     except signing.BadSignature:
         noted = None
     if noted != pk:
-        raise StaleVersion(f"reclaim: row {pk} was not looked at; look again")
+        words = _("reclaim: row %(pk)s was not looked at; look again")
+        raise StaleVersion(words % {"pk": pk})
     still = clock.utcnow() - datetime.fromisoformat(at)
     return datetime.fromisoformat(beat_at), still.total_seconds()
