@@ -202,7 +202,7 @@ def _do_one(bulk: BulkOperation, row: ProcessedJob, written: _Written, *, apart:
             written.refuse(bulk, row.pk, f"{type(error).__name__}: {error}"[:2_000])
             return
     if after is None:
-        written.refuse(bulk, row.pk, operations.why_not(action, row))
+        written.refuse(bulk, row.pk, operations.why_not(action, row, bulk.limit))
         return
     _note(bulk, row, after, written)
 

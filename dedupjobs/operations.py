@@ -16,7 +16,7 @@ from typing import Any
 from django.db import transaction
 from django.utils.translation import gettext as _
 
-from dedupjobs import dispatch, lifecycle, locks, signals
+from dedupjobs import dispatch, lifecycle, locks, registry, signals
 from dedupjobs.clock import DbNow
 from dedupjobs.dispatch import Delivery
 from dedupjobs.exceptions import StaleVersion
@@ -58,7 +58,9 @@ def retry(row: ProcessedJob, *, by: str, reason: str = "") -> Status:
 
 
 def limit(row: ProcessedJob, *, by: str, reason: str = "", limit: int) -> Status:
-    """Let this job fail up to ``limit`` times, whatever its decorator says."""
+    """Let this job fail up to ``limit`` times, more than its decorator or an earlier limit says."""
+    if not raises(row, limit):
+        raise StaleVersion(_no_raise(row))
     return _act("limit", row, by, reason, _arrow("limit", row, by, reason, limit))
 
 
@@ -118,8 +120,10 @@ def free_message(row: ProcessedJob) -> None:
     _after_commit(lambda: _free(row.pk, (row.queue, row.dispatch_id)))
 
 
-def why_not(action: str, row: ProcessedJob) -> str:
+def why_not(action: str, row: ProcessedJob, limit: int | None = None) -> str:
     """Return why an action changed nothing."""
+    if limit is not None and not raises(row, limit):
+        return _no_raise(row)
     now = lifecycle.jobs().filter(pk=row.pk).first()
     facts = {"action": action, "pk": row.pk, "then": row.status, "now": now and now.status}
     if now is None:
@@ -233,6 +237,21 @@ def forget(row: ProcessedJob, *, by: str, reason: str = "") -> Status:
     return _act("forget", row, by, reason, arrow)
 
 
+def raises(row: ProcessedJob, limit: int) -> bool:
+    """Return whether ``limit`` is more than the job may fail at present."""
+    return limit > limit_of(row)
+
+
+def limit_of(row: ProcessedJob) -> int:
+    """Return how often a job may fail."""
+    return row.max_attempts or registry.options_of(row.name).max_attempts
+
+
+def _no_raise(row: ProcessedJob) -> str:
+    words = _("limit: row %(pk)s may fail %(limit)s times already")
+    return words % {"pk": row.pk, "limit": limit_of(row)}
+
+
 FROM: dict[str, tuple[Status, ...]] = {
     "retry": (Status.DEAD, Status.CANCELLED, Status.RETRYING, Status.HELD),
     "cancel": (*WAITING, Status.HELD, Status.RUNNING),
@@ -285,7 +304,7 @@ def _arrow(
         case "retry":
             return lambda: lifecycle.retry(pk, version)
         case "limit" if most and 0 < most <= HIGHEST_LIMIT:
-            return lambda: lifecycle.limit(pk, version, most)
+            return lambda: lifecycle.limit(pk, version, most) if raises(row, most) else None
     raise ValueError(f"{action!r} with limit {most!r} is no action")
 
 

@@ -359,6 +359,7 @@ def test_locks_are_those_of_the_rows(admin_client: Client, redis_client: redis.R
     assert lines[running.pk].ttl == pytest.approx(60, abs=5)
     assert lines[bare.pk].drift.harmless
     assert (lines[dead.pk].owner, lines[dead.pk].drift.heal) == ("ghost", "free lock")
+    assert 'value="free lock"' in page.content.decode()
     commands = redis_client.info("commandstats")
     assert not {"cmdstat_keys", "cmdstat_scan"} & commands.keys()
 

@@ -127,6 +127,17 @@ def test_impossible_attempt_limit_is_refused(admin_client: Client, limit: str) -
     assert everything() == before
 
 
+@pytest.mark.parametrize(("limit", "override"), [(5, None), (3, None), (8, 8)])
+def test_attempt_limit_that_raises_nothing_is_refused(
+    admin_client: Client, limit: int, override: int | None
+) -> None:
+    row = make(Status.DEAD, max_attempts=override)
+    before = everything()
+    answer = operate(admin_client, "limit", AsSeen.of(row), limit=limit)
+    assert everything() == before
+    assert f"may fail {override or 5} times already" in messages(answer)[0]
+
+
 @pytest.mark.parametrize(
     "value", ["", "x", "1", "1:2", "٣:0:DEAD", "1:-1:DEAD", "9" * 40 + ":0:DEAD"]
 )

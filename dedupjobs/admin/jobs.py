@@ -205,7 +205,7 @@ class ProcessedJobAdmin(ReadOnly):
     def attempt(self, row: ProcessedJob) -> str:
         lost = _(", %(lost)s lost") % {"lost": row.lost_count} if row.lost_count else ""
         another = row.status in (Status.RUNNING, Status.SUCCEEDED)
-        return f"{row.failures + another}/{page.limit_of(row)}{lost}"
+        return f"{row.failures + another}/{operations.limit_of(row)}{lost}"
 
     @admin.display(description=gettext_lazy("next"))
     def next(self, row: Any) -> SafeString | str:
@@ -289,7 +289,7 @@ class ProcessedJobAdmin(ReadOnly):
             "trouble": trouble,
             "now": now,
             "operate_url": self.address("operate"),
-            "may_free": self.may(request, "free"),
+            "may_heal": [d.name for d in DEEDS.values() if self.may(request, d.permission)],
             "looked_at": len(rows),
             "cut": len(rows) >= SHOWN_LOCKS,
         }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from dedupjobs import conf, lifecycle, registry
+from dedupjobs import conf, lifecycle, operations, registry
 from dedupjobs.admin import timeline, truth, why
 from dedupjobs.admin.listing import where
 from dedupjobs.admin.truth import Known
@@ -60,7 +60,7 @@ def read(row: ProcessedJob) -> Page:
         operations=tuple(_newest_of(Operation, row, SHOWN_OPERATIONS)),
         duplicates=tuple(duplicates),
         newest=newest,
-        max_attempts=limit_of(row),
+        max_attempts=operations.limit_of(row),
     )
 
 
@@ -76,7 +76,7 @@ def situation(row: ProcessedJob, newest: JobAttempt | None, now: datetime) -> Si
         dispatched_at=row.dispatched_at,
         failures=row.failures,
         lost_count=row.lost_count,
-        max_attempts=limit_of(row),
+        max_attempts=operations.limit_of(row),
         max_lost=options.max_lost,
         error=row.error,
         newest=_try(newest) if newest else None,
@@ -96,11 +96,6 @@ def situation(row: ProcessedJob, newest: JobAttempt | None, now: datetime) -> Si
         tick=conf.get().TICK,
         resend_after=conf.get().RESEND_AFTER,
     )
-
-
-def limit_of(row: ProcessedJob) -> int:
-    """Return how often a job may fail."""
-    return row.max_attempts or registry.options_of(row.name).max_attempts
 
 
 def _try(attempt: JobAttempt) -> Try:

@@ -312,6 +312,11 @@ class LockLine:
     ttl: float | None
     drift: Drift | None
 
+    @property
+    def seen(self) -> str:
+        """The row as it stands in the button's form."""
+        return f"{self.row.pk}:{self.row.version}:{self.row.status}"
+
 
 def lock_lines(pairs: list[Known]) -> list[LockLine]:
     """Return a line for each row that has a lock or should have one; raises what Redis raises."""
