@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from itertools import islice, pairwise
 from typing import Any
 
+from django.apps import apps
 from django.conf import settings
 from django.core.cache import InvalidCacheBackendError, caches
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
@@ -32,6 +33,7 @@ def register_all() -> None:
     for check in (_settings, _jobs, _policies, _queues, _lock_cache, _worker, _database_settings):
         register(check, Tags.compatibility)
     register(_unknown_names, Tags.database)
+    register(_mysql_tables, Tags.database)
     register(_redis, "dedupjobs", deploy=True)
 
 
@@ -63,7 +65,21 @@ def _jobs(**_: Any) -> list[CheckMessage]:
                     id="dedupjobs.E003",
                 )
             )
-    return found
+    return found + list(_names_that_mysql_confuses())
+
+
+def _names_that_mysql_confuses() -> Iterator[CheckMessage]:
+    if _vendor() != "mysql":
+        return
+    names = sorted((job.name for job in registry.every()), key=str.casefold)
+    for one, another in pairwise(names):
+        if one.casefold() == another.casefold():
+            yield Error(
+                f"Jobs {one} and {another} have names that MySQL and MariaDB take for one: each "
+                "would be pruned and counted with the other.",
+                hint="Give one of them another name, with the old one in aliases=.",
+                id="dedupjobs.E020",
+            )
 
 
 def _policies(**_: Any) -> list[CheckMessage]:
@@ -225,7 +241,7 @@ def _database_settings(**_: Any) -> list[CheckMessage]:
     if connection.vendor == "sqlite":
         return list(_sqlite(connection.alias, options))
     if connection.vendor in ("postgresql", "mysql"):
-        return list(_isolation(connection.alias, options))
+        return list(_isolation(connection, options))
     return [
         Error(
             f"Database {connection.alias!r} is {connection.vendor}, which no test here covers.",
@@ -262,15 +278,16 @@ def _sqlite(alias: str, options: dict[str, Any]) -> Iterator[CheckMessage]:
         )
 
 
-def _isolation(alias: str, options: dict[str, Any]) -> Iterator[CheckMessage]:
-    level = options.get("isolation_level")
-    if level is None:
-        return  # both default to READ COMMITTED in Django
+def _isolation(connection: Any, options: dict[str, Any]) -> Iterator[CheckMessage]:
+    # Both default to READ COMMITTED in Django; an explicit None is MySQL's own default.
+    level = options.get("isolation_level", "READ COMMITTED")
     name = getattr(level, "name", str(level)).upper().replace("_", " ")
+    if level is None:
+        name = "READ COMMITTED" if connection.vendor == "postgresql" else "REPEATABLE READ"
     if name not in ("READ COMMITTED", "2"):  # psycopg's number for it is 2
         yield Error(
-            f"DATABASES[{alias!r}] uses isolation level {name}: an atomic job would fail with a "
-            "serialization error as soon as a heartbeat has touched its attempt.",
+            f"DATABASES[{connection.alias!r}] uses isolation level {name}: calls and atomic jobs "
+            "would fail as soon as somebody else, or a heartbeat, has written what they read.",
             hint="Use READ COMMITTED for the alias that holds the jobs' tables.",
             id="dedupjobs.E010",
         )
@@ -295,6 +312,45 @@ def _unknown_names(databases: Any = None, **_: Any) -> list[CheckMessage]:
         )
         for name in coordinator.unknown_names()
     ]
+
+
+def _mysql_tables(databases: Any = None, **_: Any) -> list[CheckMessage]:
+    alias = lifecycle.alias()
+    if alias not in (databases or ()) or _vendor() != "mysql":
+        return []
+    try:
+        return [message for table in _tables_of(alias) for message in _unfit(*table)]
+    except DatabaseError:
+        return []  # Django's own checks tell
+
+
+def _tables_of(alias: str) -> list[tuple[str, str, str]]:
+    """Return name, engine and collation of our tables on MySQL."""
+    ours = [model._meta.db_table for model in apps.get_app_config("dedupjobs").get_models()]
+    with connections[alias].cursor() as cursor:
+        cursor.execute(
+            "SELECT table_name, engine, COALESCE(table_collation, '') "
+            "FROM information_schema.tables "
+            "WHERE table_schema = DATABASE() AND table_name IN %s ORDER BY table_name",
+            [tuple(ours)],
+        )
+        return list(cursor.fetchall())
+
+
+def _unfit(table: str, engine: str, collation: str) -> Iterator[CheckMessage]:
+    if engine != "InnoDB":
+        yield Error(
+            f"Table {table} is kept by {engine}, which has no transactions: a job could run twice.",
+            hint=f"ALTER TABLE {table} ENGINE = InnoDB",
+            id="dedupjobs.E019",
+        )
+    if not collation.startswith("utf8mb4"):
+        yield Warning(
+            f"Table {table} has the collation {collation}: a key, a tenant or an error message "
+            "with a character that it lacks can not be stored.",
+            hint=f"ALTER TABLE {table} CONVERT TO CHARACTER SET utf8mb4",
+            id="dedupjobs.W007",
+        )
 
 
 def _redis(**_: Any) -> list[CheckMessage]:

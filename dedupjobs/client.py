@@ -246,9 +246,7 @@ def _migrated(ask: Any) -> Any:
 
 
 def _is_missing_table(error: DatabaseError) -> bool:
-    cause = error.__cause__
-    codes = (getattr(cause, "sqlstate", None), *getattr(cause, "args", ())[:1])
-    return "no such table" in str(error) or bool(MISSING_TABLE & {str(c) for c in codes})
+    return "no such table" in str(error) or bool(MISSING_TABLE & lifecycle.codes(error))
 
 
 # ---- the answer

@@ -9,6 +9,7 @@ Everything dedupjobs raises.
   - UnknownQueue          no queue of this name in RQ_QUEUES
   - UnknownJob            no job is registered under this name
   - NotMigrated           the tables are missing
+  - TransactionLost       the database has rolled a transaction back, because of a deadlock
   - NoResult              the job has ended without one, or it was not kept
     + ResultTimeout       not there yet (also a TimeoutError)
   - StaleVersion          an operator acted on a row that has changed since
@@ -66,6 +67,10 @@ class UnknownJob(DedupJobsError, LookupError):
 
 class NotMigrated(DedupJobsError):
     """The tables are missing; run manage.py migrate dedupjobs."""
+
+
+class TransactionLost(DedupJobsError):
+    """The database has rolled the whole transaction back; what it did has to be repeated."""
 
 
 class NoResult(DedupJobsError):

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from django.db import DatabaseError, connections, transaction
+from django.db import DatabaseError, transaction
 
-from dedupjobs import clock, conf, interrupts, keys, lifecycle, probes, signals
+from dedupjobs import clock, conf, interrupts, keys, lifecycle, probes, queries
 from dedupjobs.context import Attempt, entered
 from dedupjobs.endings import (
     MESSAGE_LIMIT,
@@ -61,6 +61,7 @@ def execute(
         with (
             _savepoint(borrowed),
             entered(attempt),
+            queries.ended_after(job.options.timeout),
             interrupts.armed(job.options.timeout) as cutter,
         ):
             returned = job.func(*bound.args, **bound.kwargs)
@@ -69,7 +70,7 @@ def execute(
     except BaseException as raised:
         _leave_if_forked(pid, 1)
         if isinstance(raised, CutOff) and not borrowed:
-            drop_connections()
+            queries.drop_connections()
         # A signal between the function's return and the end of the block changes nothing.
         ending = (
             ending_of(raised, job.options, heart) if returned is _NOTHING else _success(returned)
@@ -114,21 +115,6 @@ def _leave_if_forked(pid: int, status: int) -> None:
     # A child that the job has forked must not settle its parent's attempt.
     if os.getpid() != pid:
         os._exit(status)
-
-
-def drop_connections() -> None:
-    """Cancel what runs on the server, and close: a signal may have hit in mid-query."""
-    for connection in connections.all(initialized_only=True):
-        if connection.connection is None:
-            continue
-        try:
-            if cancel := getattr(connection.connection, "cancel_safe", None):
-                cancel(timeout=1.0)
-            elif interrupt := getattr(connection.connection, "interrupt", None):
-                interrupt()
-        except Exception as error:
-            signals.tell(signals.settle_troubled, "", claim=None, error=error)
-        connection.close()
 
 
 def _success(returned: Any) -> Succeeded:

@@ -28,6 +28,7 @@ from dedupjobs import (
     interrupts,
     lifecycle,
     locks,
+    queries,
     registry,
     signals,
 )
@@ -238,11 +239,14 @@ def _perform_atomically(
     ending: Ending = Interrupted(reason="not run")
     note = lifecycle.NO_NOTE
     status: Status | None = None
+    mark = f"dedupjobs_{claim.fence}"
     try:
         with transaction.atomic(using=lifecycle.alias()):
+            lifecycle.mark_transaction(mark)
             attempt = Attempt(claim, heart)
             ending, note = execution.execute(job, claim, attempt, heart, borrowed=borrowed)
             if isinstance(ending, Succeeded):
+                lifecycle.assert_unbroken(mark)
                 status = settle(claim, ending, note, job)
             if status is None:
                 raise _UndoError
@@ -275,7 +279,7 @@ def _after_doubtful_commit(
     """
     signals.tell(signals.settle_troubled, claim.name, claim=claim, error=error)
     if isinstance(error, CONNECTION_ERRORS):
-        execution.drop_connections()
+        queries.drop_connections()
     outcome = _persist(lambda first: lifecycle.outcome_of(claim.fence), patience=heart.lease)
     ending: Ending
     if outcome == AttemptOutcome.SUCCEEDED:
@@ -381,6 +385,8 @@ def _persist(ask: Callable[[bool], T], *, patience: float, claim: Claim | None =
         except CONNECTION_ERRORS as error:
             first = False
             connection = connections[lifecycle.alias()]
+            if lifecycle.waited_in_vain(error):
+                deadline = clock.monotonic() + patience  # a database that says so is in reach
             if connection.in_atomic_block or clock.monotonic() + pause > deadline:
                 raise
             connection.close()

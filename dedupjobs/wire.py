@@ -27,7 +27,7 @@ FREE = 0.010  # seconds; faster calls cost the budget nothing
 WINDOW = 1.0  # seconds that a budget and an open breaker last
 
 
-@dataclass(slots=True)
+@dataclass  # without slots, which all threads would share
 class Deadline(threading.local):
     """When this thread's Redis calls must be over, by the monotonic clock; None: no limit."""
 

@@ -12,21 +12,23 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import psutil
+import pytest
 import redis
 from django.conf import settings
 from django.core.cache import caches
-from django.db import connections, transaction
+from django.db import connection, connections, transaction
 from django.db.models import QuerySet
 from django.test import override_settings
 from rq.job import Job as RqJob
 from rq.serializers import JSONSerializer
 
-from dedupjobs import clock, dispatch, lifecycle, locks
+from dedupjobs import clock, dispatch, lifecycle, locks, runner
 from dedupjobs.clock import DbNow
 from dedupjobs.lifecycle import Claim, Place
 from dedupjobs.models import AttemptOutcome, JobAttempt, ProcessedJob, Status
 from tests.app.models import Ledger
 from tests.processes import Spawned
+from tests.proxy import Proxy
 from tests.settings import WORKER_NUMBER
 from tests.waiting import until
 
@@ -45,6 +47,16 @@ BRISK: dict[str, Any] = {
 """Settings under which workers and coordinators act soon."""
 
 PATIENCE = 40  # seconds; generous, since the machine may be busy
+
+# Slow tests of processes run where they can find most, once or on the servers.
+with_sqlite = pytest.mark.skipif(
+    connection.vendor != "sqlite",
+    reason="about processes, messages or Redis alone; runs with SQLite",
+)
+with_server = pytest.mark.skipif(
+    connection.vendor == "sqlite",
+    reason="about processes and their connections; runs with PostgreSQL and MariaDB",
+)
 
 Spawn = Callable[..., Spawned]
 T = TypeVar("T")
@@ -271,21 +283,6 @@ def sent_ago(outcome: Any, seconds: float) -> None:
     ProcessedJob.objects.filter(pk=outcome.job.pk).update(dispatched_at=DbNow(-seconds))
 
 
-def in_threads(*calls: Callable[[], T]) -> list[T]:
-    """Run the calls at the same moment, each in a thread, and return what they returned."""
-    barrier = threading.Barrier(len(calls))
-
-    def run(call: Callable[[], T]) -> T:
-        try:
-            barrier.wait(PATIENCE)
-            return call()
-        finally:
-            connections.close_all()
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result(PATIENCE) for future in [pool.submit(run, c) for c in calls]]
-
-
 @contextmanager
 def rows_locked(rows: QuerySet[Any]) -> Iterator[None]:
     """Hold rows locked by another connection's transaction while the block runs."""
@@ -314,6 +311,26 @@ def outcomes_of(pk: int) -> list[str | None]:
     """Return how the attempts of the row with this pk ended, in their order."""
     found = JobAttempt.objects.filter(job_id=pk).order_by("number")
     return list(found.values_list("outcome", flat=True))
+
+
+def deliver(row: ProcessedJob) -> Status | None:
+    """Run the row once, in this process, as a worker would that has its message."""
+    return runner.deliver(row.pk, row.generation, owner=clock.token())
+
+
+@contextmanager
+def through_proxy() -> Iterator[Proxy]:
+    """Let this thread's connection to the database go through a proxy."""
+    where = connection.settings_dict
+    port = where["PORT"]
+    with Proxy(int(port)) as proxy:
+        connection.close()
+        where["PORT"] = proxy.port
+        try:
+            yield proxy
+        finally:
+            connection.close()
+            where["PORT"] = port
 
 
 def work_off(queue: str = "default") -> int:

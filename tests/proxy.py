@@ -34,6 +34,7 @@ class Proxy:
         self._mode = Mode.PASS
         self._delay = 0.0
         self._marker = b""
+        self._loses = False
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._links: set[_Link] = set()
@@ -76,7 +77,11 @@ class Proxy:
         The client must write the marker in one piece.
         """
         self.swallowed.clear()
-        self._marker = marker
+        self._marker, self._loses = marker, False
+
+    def lose_request(self, marker: bytes) -> None:
+        """Let the next request that contains `marker` not reach the server, and cut its line."""
+        self._marker, self._loses = marker, True
 
     def cut(self) -> None:
         """Cut all connections that are open now."""
@@ -142,7 +147,10 @@ class Proxy:
             while data := link.client.recv(CHUNK):
                 if self._mode is Mode.BLACK_HOLE:
                     continue
-                link.swallows = link.swallows or self._takes_marker(data)
+                if self._takes_marker(data):
+                    if self._loses:
+                        break
+                    link.swallows = True
                 server.sendall(data)
         link.cut()
 

@@ -8,21 +8,17 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import Any
 
-import pytest
 from django.db import connection, connections, transaction
 from django.db.models import F
 
 from dedupjobs import clock, lifecycle, probes
 from dedupjobs.lifecycle import Claim, Place
 from dedupjobs.models import JobAttempt, ProcessedJob
-from tests.waiting import until
+from tests import sessions
 
-PATIENCE = 10.0  # seconds; what takes longer hangs
+PATIENCE = 20.0  # seconds; what takes longer hangs
 
-on_postgresql = connection.vendor == "postgresql"
-only_postgresql = pytest.mark.skipif(
-    not on_postgresql, reason="SQLite is a file: no server, no backend to kill, no row locks"
-)
+has_row_locks = connection.vendor != "sqlite"
 
 
 # ---- rows
@@ -80,6 +76,21 @@ def snapshot() -> list[dict[str, Any]]:
     ]
 
 
+@contextmanager
+def tables_missing() -> Iterator[None]:
+    """
+    Let the jobs' table be gone, as before the first migration.
+
+    To be entered before anything is written: MariaDB commits before such a statement.
+    """
+    with connection.cursor() as cursor:
+        cursor.execute("ALTER TABLE dedupjobs_processedjob RENAME TO gone")
+        try:
+            yield
+        finally:
+            cursor.execute("ALTER TABLE gone RENAME TO dedupjobs_processedjob")
+
+
 # ---- orders
 
 
@@ -110,20 +121,32 @@ class Side(threading.Thread):
         return self._value
 
 
-def race(*functions: Callable[[], Any]) -> list[Any]:
+def race(*functions: Callable[[], Any], seconds: float = 60) -> list[Any]:
     """Run all functions at the same moment, each in a thread; return values or errors, in order."""
+
+    def answer(function: Callable[[], Any]) -> Callable[[], Any]:
+        def ask() -> Any:
+            try:
+                return function()
+            except Exception as error:
+                return error
+
+        return ask
+
+    return together(*[answer(function) for function in functions], seconds=seconds)
+
+
+def together(*functions: Callable[[], Any], seconds: float = 60) -> list[Any]:
+    """Do the same, but raise what one of them raises."""
     barrier = threading.Barrier(len(functions))
 
-    def start(function: Callable[[], Any]) -> Any:
+    def go(function: Callable[[], Any]) -> Any:
         connection.ensure_connection()
         barrier.wait(PATIENCE)
-        try:
-            return function()
-        except Exception as error:
-            return error
+        return function()
 
-    sides = [Side(start, function) for function in functions]
-    return [side.result(30) for side in sides]
+    sides = [Side(go, function) for function in functions]
+    return [side.result(seconds) for side in sides]
 
 
 @contextmanager
@@ -177,11 +200,15 @@ class Pause:
 
 @contextmanager
 def before_sql(*words: str, action: Callable[[], Any]) -> Iterator[None]:
-    """Do ``action`` once, before this connection sends a statement that has all the words."""
+    """
+    Do ``action`` once, before this connection sends a statement that has all the words.
+
+    Names stand without the quotes that each database has its own of.
+    """
     done = []
 
     def wrapper(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
-        if not done and all(word in sql for word in words):
+        if not done and all(word in unquoted(sql) for word in words):
             done.append(sql)
             action()
         return execute(sql, params, many, context)
@@ -189,6 +216,11 @@ def before_sql(*words: str, action: Callable[[], Any]) -> Iterator[None]:
     with connection.execute_wrapper(wrapper):
         yield
     assert done, f"no statement with {words}"
+
+
+def unquoted(sql: str) -> str:
+    """Return the statement without the quotes around names."""
+    return sql.replace('"', "").replace("`", "")
 
 
 class Held:
@@ -218,6 +250,8 @@ class Held:
 
     def _hold(self) -> None:
         with transaction.atomic():
+            # Not only updated: PostgreSQL lets foreign keys to an updated row pass.
+            ProcessedJob.objects.select_for_update().get(pk=self._pk)
             ProcessedJob.objects.filter(pk=self._pk).update(**self._columns)
             self._has.set()
             assert self._end.wait(PATIENCE)
@@ -225,26 +259,17 @@ class Held:
 
 def until_blocked(side: Side) -> None:
     """Wait until the thread waits for a lock. SQLite does not tell; there it must not be done."""
-    if on_postgresql:
-        until(_somebody_waits, what="a session waits for a lock")
+    if has_row_locks:
+        sessions.until_one_waits()
     else:
         side.join(0.2)
     assert side.is_alive()
 
 
-def _somebody_waits() -> bool:
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT count(*) FROM pg_stat_activity "
-            "WHERE datname = current_database() AND wait_event_type = 'Lock'"
-        )
-        return bool(cursor.fetchone()[0])
-
-
 def statements(captured: Any) -> list[str]:
     """Return captured statements without transaction control, as "VERB table"."""
-    verbs = [query["sql"].split()[0].upper() for query in captured.captured_queries]
-    texts = [query["sql"] for query in captured.captured_queries]
+    texts = [unquoted(query["sql"]) for query in captured.captured_queries]
+    verbs = [text.split()[0].upper() for text in texts]
     return [
         f"{verb} {'attempt' if _about_attempt(text) else 'job'}"
         for verb, text in zip(verbs, texts, strict=True)
@@ -254,5 +279,5 @@ def statements(captured: Any) -> list[str]:
 
 def _about_attempt(sql: str) -> bool:
     """Tell whether the first table named is the attempts'."""
-    attempt, job = sql.find('"dedupjobs_jobattempt"'), sql.find('"dedupjobs_processedjob"')
+    attempt, job = sql.find("dedupjobs_jobattempt"), sql.find("dedupjobs_processedjob")
     return attempt >= 0 and (job < 0 or attempt < job)

@@ -166,6 +166,7 @@ class PostgreSQL(Server):
     """PostgreSQL that forgets safety for speed; everybody on this machine may be `postgres`."""
 
     user = "postgres"
+    first_database = "postgres"
     stop_signal = signal.SIGINT  # SIGTERM would wait for every client to leave
 
     def start(self) -> None:
@@ -268,6 +269,7 @@ class MariaDB(Server):
     """MariaDB from the system's packages; everybody on this machine may be `root` of it."""
 
     user = "root"
+    first_database = "mysql"
 
     @staticmethod
     def is_installed() -> bool:

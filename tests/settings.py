@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.util import find_spec
 
 ENV = os.environ.get
 
@@ -70,10 +71,11 @@ if ENV("DEDUPJOBS_TEST_DB", "sqlite") == "postgresql":
         }
     }
 elif ENV("DEDUPJOBS_TEST_DB") == "mariadb":
-    import pymysql
+    if find_spec("MySQLdb") is None:  # mysqlclient, where it is installed
+        import pymysql
 
-    pymysql.version_info = (2, 2, 7, "final", 0)  # what Django asks of the driver it knows
-    pymysql.install_as_MySQLdb()
+        pymysql.version_info = (2, 2, 7, "final", 0)  # what Django asks of the driver it knows
+        pymysql.install_as_MySQLdb()
     HOST, _, PORT = ENV("DEDUPJOBS_TEST_MARIADB", "127.0.0.1:3306").partition(":")
     DATABASES = {
         "default": {

@@ -11,13 +11,13 @@ from django.conf import settings
 from django.core import checks
 from django.core.management import call_command
 from django.core.management.base import SystemCheckError
-from django.db import connection, connections, transaction
+from django.db import connection, connections
 from django.test.utils import override_settings
 
 from dedupjobs import dispatch, registry
 from dedupjobs.models import ProcessedJob
 from tests.app import jobs
-from tests.rows import alter
+from tests.rows import alter, tables_missing
 from tests.servers import free_port
 
 pytestmark = pytest.mark.django_db
@@ -279,12 +279,60 @@ def test_isolation_other_than_read_committed_is_e010(level: str) -> None:
         only("dedupjobs.E010")
 
 
+@pytest.mark.skipif(connection.vendor != "mysql", reason="other databases tell them apart")
+def test_jobs_whose_names_mysql_confuses_are_e020() -> None:
+    with defined():
+        registry.job(key="{a}", unique_for=None, name="tests.Checked")(take)
+        try:
+            assert "tests.Checked and tests.checked" in only("dedupjobs.E020").msg
+        finally:
+            registry.forget("tests.Checked")
+
+
+@pytest.mark.skipif(connection.vendor != "mysql", reason="asks the driver of MySQL")
+@pytest.mark.parametrize("level", ["repeatable read", None])
+def test_isolation_of_mysqls_own_default_is_e010(level: str | None) -> None:
+    with tables_in("mysql", {"isolation_level": level}):
+        assert "REPEATABLE READ" in only("dedupjobs.E010").msg
+    with tables_in("mysql", {}):
+        assert found() == {}
+
+
 def test_isolation_of_read_committed_passes_however_it_is_written() -> None:
     from psycopg import IsolationLevel
 
     for level in (IsolationLevel.READ_COMMITTED, IsolationLevel.READ_COMMITTED.value, None):
         with tables_in("postgresql", {"isolation_level": level}):
             assert found() == {}
+
+
+@pytest.mark.skipif(
+    connection.vendor != "mysql", reason="only MySQL has tables of other engines and characters"
+)
+@pytest.mark.parametrize(
+    ("change", "back", "number"),
+    [
+        ("ENGINE = Aria", "ENGINE = InnoDB", "dedupjobs.E019"),
+        (
+            "CONVERT TO CHARACTER SET latin1",
+            "CONVERT TO CHARACTER SET utf8mb4",
+            "dedupjobs.W007",
+        ),
+    ],
+    ids=["engine", "characters"],
+)
+def test_table_of_mysql_that_is_not_fit_is_named_with_its_cure(
+    change: str, back: str, number: str
+) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(f"ALTER TABLE dedupjobs_fold {change}")
+        try:
+            message = only(number)
+            assert "dedupjobs_fold" in message.msg
+            cursor.execute(message.hint)
+        finally:
+            cursor.execute(f"ALTER TABLE dedupjobs_fold {back}")
+    assert found() == {}
 
 
 # ---- rows, and Redis
@@ -307,11 +355,8 @@ def test_rows_are_not_looked_at_without_the_database_option() -> None:
 
 
 def test_tables_that_are_missing_keep_no_check_from_running() -> None:
-    with transaction.atomic():
-        with connection.cursor() as cursor:
-            cursor.execute("ALTER TABLE dedupjobs_processedjob RENAME TO gone")
+    with tables_missing():
         assert not {i for i in found() if i.startswith("dedupjobs.E")}
-        transaction.set_rollback(True)
     assert ProcessedJob.objects.count() == 0
 
 

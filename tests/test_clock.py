@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
@@ -18,7 +20,7 @@ from dedupjobs import clock, lifecycle
 from dedupjobs.clock import DbNow, UtcDateTimeField
 from dedupjobs.models import ProcessedJob
 from tests.app import jobs
-from tests.rows import alter, job_row, on_postgresql
+from tests.rows import alter, job_row
 from tests.waiting import until
 
 pytestmark = pytest.mark.django_db
@@ -228,15 +230,27 @@ def test_rows_written_without_time_zones_are_read_the_same_with_them(
     assert row.run_after <= lifecycle.database_now()
 
 
-@pytest.mark.skipif(not on_postgresql, reason="SQLite has no session time zone")
+SESSION_ZONE = {"postgresql": "SET TIME ZONE '{}'", "mysql": "SET SESSION time_zone = '{}'"}
+
+
+@pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite has no session time zone")
 def test_session_time_zone_changes_nothing(row: ProcessedJob) -> None:
     before = job_row(row).created_at
+    with session_zone("+09:00"):
+        assert job_row(row).created_at == before
+        assert abs(clock.read_db_now(connection) - clock.utcnow()) < timedelta(seconds=5)
+        alter(row, run_after=DbNow(60))
+        assert 50 < lifecycle.seconds_until_due(row.pk) <= 60
+
+
+@contextmanager
+def session_zone(zone: str) -> Iterator[None]:
     with connection.cursor() as cursor:
-        cursor.execute("SET LOCAL TIME ZONE 'Asia/Tokyo'")
-    assert job_row(row).created_at == before
-    assert abs(clock.read_db_now(connection) - clock.utcnow()) < timedelta(seconds=5)
-    alter(row, run_after=DbNow(60))
-    assert 50 < lifecycle.seconds_until_due(row.pk) <= 60
+        cursor.execute(SESSION_ZONE[connection.vendor].format(zone))
+        try:
+            yield
+        finally:
+            cursor.execute(SESSION_ZONE[connection.vendor].format("+00:00"))
 
 
 # ---- tokens

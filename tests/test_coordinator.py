@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import io
 import itertools
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
-import psycopg
 import pytest
 from django.core.management import CommandError, call_command
 from django.db import connection
@@ -23,12 +23,14 @@ from dedupjobs.clock import DbNow
 from dedupjobs.coordinator import Coordinator
 from dedupjobs.heartbeat import Heart, beating
 from dedupjobs.models import AttemptOutcome, JobAttempt, ProcessedJob, Status
-from tests import faults
+from tests import faults, sessions
 from tests.app import jobs
 from tests.app.models import Ledger
-from tests.faults import PATIENCE, SIMPLE, STOCK, Spawn
+from tests.faults import PATIENCE, SIMPLE, STOCK, Spawn, with_sqlite
 from tests.processes import Spawned
-from tests.servers import HOST, PostgreSQL, Valkey, free_port
+from tests.rows import together
+from tests.servers import HOST, MariaDB, PostgreSQL, Server, Valkey, free_port
+from tests.sessions import needs_row_locks, needs_server
 from tests.waiting import until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -36,14 +38,6 @@ pytestmark = pytest.mark.django_db(transaction=True)
 FAILED, LOST, SUCCEEDED = AttemptOutcome.FAILED, AttemptOutcome.LOST, AttemptOutcome.SUCCEEDED
 FAR = 1_000  # seconds; longer than any test
 PATIENT = {"PUSH_TIMEOUT": 10, "LOCK_TIMEOUT": 10}  # so that a busy machine looks like no fault
-
-on_postgresql = pytest.mark.skipif(
-    os.environ.get("DEDUPJOBS_TEST_DB") != "postgresql", reason="needs row locks or a server"
-)
-on_one_database = pytest.mark.skipif(
-    os.environ.get("DEDUPJOBS_TEST_DB") == "postgresql",
-    reason="slow, and about Redis and processes; runs with SQLite",
-)
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +81,7 @@ def test_coordinators_handing_over_at_once_send_one_message_per_row() -> None:
         client.flushdb()
     for outcome in outcomes:
         faults.unsent(outcome, run_after=-1)
-    sent = faults.in_threads(*[lambda: Coordinator().hand_over(["default"]) for _ in range(3)])
+    sent = together(*[lambda: Coordinator().hand_over(["default"]) for _ in range(3)])
     assert sum(sent) == 20
     assert sorted(faults.queued()) == sorted(message_ids(*outcomes))
 
@@ -126,14 +120,13 @@ def test_rows_of_an_unreachable_queue_wait_for_it_and_block_no_others() -> None:
             )
 
 
-@on_postgresql
+@needs_row_locks
 def test_waiting_row_locked_by_a_business_transaction_blocks_no_other_hand_over() -> None:
     locked, free = (jobs.record.enqueue(tag=tag) for tag in ("locked", "free"))
     faults.unsent(locked, run_after=-50)
     faults.unsent(free, run_after=-1)
     with faults.rows_locked(ProcessedJob.objects.filter(pk=locked.job.pk)):
-        with connection.cursor() as cursor:  # or a coordinator that waits would hang the test
-            cursor.execute("SET lock_timeout = '3s'")
+        sessions.limit_lock_waits(3)  # or a coordinator that waits would hang the test
         try:
             Coordinator().hand_over(["default"])
         finally:
@@ -239,7 +232,7 @@ def test_lease_of_a_right_clock_is_not_taken_however_long_it_is() -> None:
     assert [one.fence for one in taken] == [other.fence]
 
 
-@on_postgresql
+@needs_row_locks
 def test_locked_attempts_more_than_a_page_block_none_behind_them() -> None:
     with faults.brisk(**PATIENT, BATCH=3):
         locked = [faults.claimed(jobs.record.enqueue(tag=f"locked {n}")) for n in range(7)]
@@ -252,7 +245,7 @@ def test_locked_attempts_more_than_a_page_block_none_behind_them() -> None:
         assert len(coordinator.reclaim()) == len(locked)
 
 
-@on_postgresql
+@needs_row_locks
 def test_attempt_whose_jobs_row_is_locked_is_skipped_and_taken_later() -> None:
     claim = faults.claimed(jobs.record.enqueue(tag="in use"))
     coordinator = Coordinator()
@@ -274,7 +267,7 @@ def test_three_reclaimers_with_one_stale_list_take_each_attempt_once() -> None:
         ]
         return sum(one is not None for one in taken)
 
-    taken = faults.in_threads(take, take, take)
+    taken = together(take, take, take)
     # SKIP LOCKED lets each skip what another is just at; the next sweep has nothing left over.
     assert sum(taken) == len(claims)
     assert set(ProcessedJob.objects.values_list("lost_count", "status")) == {(1, Status.RETRYING)}
@@ -323,7 +316,7 @@ def test_second_coordinator_rests_while_the_first_one_leads_and_takes_over_after
         assert not first.tick().leads
 
 
-@on_one_database
+@with_sqlite
 def test_leading_process_killed_is_followed_by_another(spawn: Spawn) -> None:
     with faults.changed(RQ={"WORKER_CLASS": STOCK}), faults.cache_client() as client:
         leader = faults.start_coordinator(spawn)
@@ -463,13 +456,13 @@ def test_lost_row_is_sent_once_per_interval_by_however_many_coordinators() -> No
     for outcome in outcomes:
         faults.sent_ago(outcome, FAR + 1)
     many = [Coordinator() for _ in range(3)]
-    sent = faults.in_threads(*[lambda c=c: c.resend_lost("default") for c in many])
+    sent = together(*[lambda c=c: c.resend_lost("default") for c in many])
     assert sum(sent) == 20
     assert [c.resend_lost("default") for c in many] == [0, 0, 0]
     assert sorted(faults.queued()) == sorted(message_ids(*outcomes))
 
 
-@on_one_database
+@with_sqlite
 def test_messages_lost_by_a_worker_on_two_queues_run_once(spawn: Spawn) -> None:
     lost = [jobs.record.enqueue(tag="a"), jobs.record_high.enqueue(tag="b")]
     with faults.rq_client() as client:
@@ -482,7 +475,7 @@ def test_messages_lost_by_a_worker_on_two_queues_run_once(spawn: Spawn) -> None:
 
 
 @pytest.mark.large
-@on_one_database
+@with_sqlite
 def test_redis_wiped_and_restarted_in_the_middle_of_28_jobs_has_each_succeed_once(
     spawn: Spawn, tmp_path: Path
 ) -> None:
@@ -523,18 +516,18 @@ def test_redis_wiped_and_restarted_in_the_middle_of_28_jobs_has_each_succeed_onc
 
 
 @pytest.mark.large
-@on_postgresql
+@needs_server
 def test_coordinator_whose_database_goes_away_goes_on_when_it_is_back(
     process_env: dict[str, str], spawn: Spawn
 ) -> None:
-    with PostgreSQL() as server:
-        name = "elsewhere"
-        with server.connect() as admin:
-            admin.execute(f"CREATE DATABASE {name}")
+    made, variable = DATABASES[connection.vendor]
+    with made() as server:
+        with elsewhere(server, made.first_database) as cursor:
+            cursor.execute("CREATE DATABASE elsewhere")
         env = {
             **faults.env_of(SIMPLE),
-            "DEDUPJOBS_TEST_POSTGRESQL": f"{HOST}:{server.port}",
-            "DEDUPJOBS_TEST_DB_NAME": name,
+            variable: f"{HOST}:{server.port}",
+            "DEDUPJOBS_TEST_DB_NAME": "elsewhere",
         }
         in_django({**process_env, **env}, "migrate", "--run-syncdb", "--verbosity=0")
         enqueue = "from tests.app import jobs; print(jobs.record.enqueue(tag={!r}).job.pk)"
@@ -548,14 +541,29 @@ def test_coordinator_whose_database_goes_away_goes_on_when_it_is_back(
         pk = in_django(
             {**process_env, **env}, "shell", "-v0", "-c", enqueue.format("after")
         ).split()[-1]
-        with server.connect(name) as db:
-            db.execute(
-                "UPDATE dedupjobs_processedjob SET dispatch_id = NULL, dispatched_at = NULL, "
-                "run_after = clock_timestamp() WHERE id = %s AND status = 'PENDING'",
+        with elsewhere(server, "elsewhere") as cursor:
+            cursor.execute(
+                "UPDATE dedupjobs_processedjob SET dispatch_id = NULL, dispatched_at = NULL "
+                "WHERE id = %s AND status = 'PENDING'",
                 [pk],
             )
-            until(lambda: status_in(db, pk) == "SUCCEEDED", PATIENCE, what="handed over and run")
+            until(lambda: status(cursor, pk) == "SUCCEEDED", PATIENCE, what="sent and run")
         assert coordinator.is_alive()
+
+
+DATABASES = {
+    "postgresql": (PostgreSQL, "DEDUPJOBS_TEST_POSTGRESQL"),
+    "mysql": (MariaDB, "DEDUPJOBS_TEST_MARIADB"),
+}
+
+
+@contextmanager
+def elsewhere(server: Server, name: str) -> Iterator[Any]:
+    """Open a cursor on another server than the suite's."""
+    other = connection.copy()
+    other.settings_dict |= {"HOST": HOST, "PORT": server.port, "NAME": name}
+    with closing(other), other.cursor() as cursor:
+        yield cursor
 
 
 def in_django(env: dict[str, str], *command: str) -> str:
@@ -570,10 +578,9 @@ def in_django(env: dict[str, str], *command: str) -> str:
     return done.stdout
 
 
-def status_in(db: psycopg.Connection, pk: str) -> str:
-    row = db.execute("SELECT status FROM dedupjobs_processedjob WHERE id = %s", [pk]).fetchone()
-    assert row is not None
-    return row[0]
+def status(cursor: Any, pk: str) -> str:
+    cursor.execute("SELECT status FROM dedupjobs_processedjob WHERE id = %s", [pk])
+    return cursor.fetchone()[0]
 
 
 # ---- commands
@@ -639,7 +646,7 @@ def test_reclaim_command_with_a_limit_takes_so_many() -> None:
         reclaim("--limit", "0")
 
 
-@on_one_database
+@with_sqlite
 def test_reclaim_command_in_a_loop_takes_what_dies_later_until_it_is_interrupted(
     spawn: Spawn,
 ) -> None:
@@ -653,7 +660,7 @@ def test_reclaim_command_in_a_loop_takes_what_dies_later_until_it_is_interrupted
     assert "Stopped." in process.output
 
 
-@on_one_database
+@with_sqlite
 def test_coordinator_command_told_to_end_ends_well(spawn: Spawn) -> None:
     process: Spawned = faults.start_coordinator(spawn)
     process.signal(signal.SIGTERM)
@@ -661,7 +668,7 @@ def test_coordinator_command_told_to_end_ends_well(spawn: Spawn) -> None:
     assert "Coordinator stopped." in process.output
 
 
-@on_one_database
+@with_sqlite
 def test_coordinator_whose_redis_goes_away_goes_on_by_the_rows(spawn: Spawn) -> None:
     with Valkey() as server, faults.changed(**faults.redis_at(server.url)):
         process = faults.start_coordinator(spawn, env={"DEDUPJOBS_TEST_REDIS": server.url})

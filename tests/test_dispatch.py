@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import redis
 from django.conf import settings
 from django.db import connection, transaction
+from redis.exceptions import RedisError
 from rq.job import Job as RqJob
 from rq.serializers import JSONSerializer
 
@@ -332,3 +335,29 @@ def test_message_carries_rows_and_nothing_else_and_does_not_stay(proxy: Proxy) -
     )
     assert (message.result_ttl, message.failure_ttl) == (60, 86_400)
     assert "secret" not in str(message.to_dict())
+
+
+@pytest.mark.parametrize("seconds", [0, 60], ids=["of another is over", "of another has begun"])
+def test_threads_have_deadlines_of_their_own(seconds: int) -> None:
+    client = dispatch._producer("default").wire
+    begun, go_on = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with client.deadline(seconds):
+            begun.set()
+            assert go_on.wait(PATIENCE)
+
+    def ping() -> str:
+        try:
+            return "answered" if client.redis.ping() else ""
+        except RedisError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(1) as pool, client.deadline(60 - seconds):
+        done = pool.submit(other)
+        assert begun.wait(PATIENCE)
+        during = ping()
+        go_on.set()
+        done.result(PATIENCE)
+        ours = "answered" if seconds == 0 else "the time that a push may take is over"
+        assert (during, ping()) == (ours, ours)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import doctest
+import re
 from pathlib import Path
 
 import pytest
 
 from dedupjobs import registry
 
-DOCS = Path(__file__).parent.parent / "docs"
+TESTS = Path(__file__).parent
+DOCS = TESTS.parent / "docs"
 PAGES = [page for page in sorted(DOCS.glob("*.md")) if ">>> " in page.read_text()]
 
 
@@ -27,3 +29,13 @@ def test_page_shows_what_really_happens(page: Path) -> None:
         registry.forget(name)
     assert result.attempted > 0
     assert result.failed == 0, "".join(report)
+
+
+def test_every_test_that_the_page_on_verification_names_is_there() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (DOCS / "verification.md").read_text()))
+    files = list(TESTS.rglob("test_*.py"))
+    there = {file.stem for file in files}
+    for file in files:
+        there |= set(re.findall(r"def (test_\w+)", file.read_text()))
+    assert len(named) > 50
+    assert named <= there

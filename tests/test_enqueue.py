@@ -8,14 +8,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import redis
 from django.contrib.auth.models import User
-from django.db import connection, transaction
+from django.db import DatabaseError, connection, transaction
 from django.test.utils import CaptureQueriesContext, override_settings
 
 from dedupjobs import FOREVER, dispatch, job, lifecycle, registry, runner, signals
@@ -45,6 +45,7 @@ from tests.rows import (
     race,
     snapshot,
     statements,
+    tables_missing,
     until_blocked,
 )
 from tests.servers import free_port
@@ -374,7 +375,7 @@ def test_reopen_of_a_row_that_has_moved_since_it_was_read_looks_again(
     def move() -> None:
         Side(alter, row, **columns).result()
 
-    with before_sql("UPDATE", '"dedupjobs_processedjob"', action=move):
+    with before_sql("UPDATE dedupjobs_processedjob", action=move):
         outcome = jobs.record.enqueue(tag="a")
     assert (outcome.kind, outcome.job.generation) == (kind, generation)
 
@@ -397,7 +398,7 @@ def test_reopen_against_another_call_that_reopens_first_is_a_duplicate(
     def reopen_first() -> None:
         others.append(Side(jobs.record.enqueue, tag="a").result())
 
-    with before_sql("UPDATE", '"dedupjobs_processedjob"', action=reopen_first):
+    with before_sql("UPDATE dedupjobs_processedjob", action=reopen_first):
         outcome = jobs.record.enqueue(tag="a")
     assert (others[0].kind, outcome.kind) == (Kind.CREATED, Kind.DUPLICATE)
 
@@ -461,7 +462,7 @@ def test_call_that_loses_the_insert_inside_a_transaction_leaves_it_usable(
         if connection.vendor == "sqlite":
             outcome = jobs.record.enqueue(tag="a")
         else:
-            with before_sql("INSERT", '"dedupjobs_processedjob"', action=insert_first):
+            with before_sql("INSERT", "dedupjobs_processedjob", action=insert_first):
                 outcome = jobs.record.enqueue(tag="a")
         Ledger.objects.create(tag="after")
     assert outcome.kind is Kind.DUPLICATE
@@ -849,10 +850,40 @@ def test_job_on_a_queue_that_does_not_exist_is_refused_with_those_that_do() -> N
 
 
 def test_call_before_the_tables_are_migrated_says_what_to_run() -> None:
-    with connection.cursor() as cursor:
-        cursor.execute("ALTER TABLE dedupjobs_processedjob RENAME TO gone")
-    with pytest.raises(NotMigrated, match=r"manage\.py migrate"), transaction.atomic():
+    with (
+        tables_missing(),
+        pytest.raises(NotMigrated, match=r"manage\.py migrate"),
+        transaction.atomic(),
+    ):
         jobs.record.enqueue(tag="a")
+
+
+@pytest.mark.skipif(
+    connection.vendor != "mysql", reason="elsewhere a text column holds every character"
+)
+@committing
+def test_call_that_the_table_can_not_hold_is_an_error_and_leaves_no_row(
+    transactional_db: None,
+) -> None:
+    """A table from before utf8mb4 must not store "?" in place of a tenant's name."""
+    with latin_scopes():
+        with pytest.raises(DatabaseError):
+            jobs.record_for_tenant.enqueue(tenant="☃", tag="a")
+        assert ProcessedJob.objects.count() == 0
+        assert jobs.record_for_tenant.enqueue(tenant="snowman", tag="a").created
+
+
+@contextmanager
+def latin_scopes() -> Iterator[None]:
+    change = (
+        "ALTER TABLE dedupjobs_processedjob MODIFY scope VARCHAR(200) CHARACTER SET {} NOT NULL"
+    )
+    with connection.cursor() as cursor:
+        cursor.execute(change.format("latin1"))
+        try:
+            yield
+        finally:
+            cursor.execute(change.format("utf8mb4"))
 
 
 @pytest.mark.parametrize("length", [200, 10_000])

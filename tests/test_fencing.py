@@ -6,100 +6,39 @@ import json
 import os
 import signal
 import sqlite3
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
-from django.db import connection, connections, transaction
+from django.db import connection, transaction
 
-from dedupjobs import clock, lifecycle, probes, runner
+from dedupjobs import clock, lifecycle
 from dedupjobs.clock import DbNow
 from dedupjobs.context import Attempt
 from dedupjobs.exceptions import LeaseLost
 from dedupjobs.heartbeat import Heart
 from dedupjobs.lifecycle import Claim, Lost, Place
 from dedupjobs.models import JobAttempt, ProcessedJob, Status
+from tests import faults, sessions
 from tests.app import fenced
 from tests.app.jobs import note
 from tests.app.models import Ledger
-from tests.processes import Spawned
-from tests.proxy import Proxy
+from tests.faults import PATIENCE, Spawn, deliver
+from tests.rows import Pause, Side, at, has_row_locks, together
+from tests.sessions import needs_server
 from tests.waiting import until
 
 pytestmark = [pytest.mark.large, pytest.mark.django_db(transaction=True)]
 
 LEASE = 60.0
-PATIENCE = 60  # seconds; the machine may be busy
-
-on_postgresql = pytest.mark.skipif(
-    os.environ.get("DEDUPJOBS_TEST_DB") != "postgresql", reason="cuts PostgreSQL's connections"
-)
-
-Spawn = Callable[..., Spawned]
 
 
 @pytest.fixture
 def row() -> ProcessedJob:
     return fenced.write_fenced.enqueue(tag="a", release="").job
-
-
-@pytest.fixture
-def in_thread() -> Iterator[Callable[..., Future[Any]]]:
-    """Call functions in threads, on connections of their own."""
-
-    def run(function: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return function(*args)
-        finally:
-            connections.close_all()
-
-    with ThreadPoolExecutor(4) as pool:
-        yield lambda function, *args: pool.submit(run, function, *args)
-
-
-class Pause:
-    """Stop the thread that comes to a probe, once, until told to go on."""
-
-    def __init__(self, point: str) -> None:
-        self.point = point
-        self.reached = threading.Event()
-        self.go_on = threading.Event()
-
-    def __enter__(self) -> Pause:
-        probes.hook = self._hook
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.go_on.set()
-        probes.hook = None
-
-    def _hook(self, point: str) -> None:
-        if point == self.point and not self.reached.is_set():
-            self.reached.set()
-            assert self.go_on.wait(PATIENCE)
-
-
-@contextmanager
-def at(point: str, act: Callable[[], Any]) -> Iterator[None]:
-    """Do something the first time that a probe is reached."""
-    done = threading.Event()
-
-    def hook(reached: str) -> None:
-        if reached == point and not done.is_set():
-            done.set()
-            act()
-
-    probes.hook = hook
-    try:
-        yield
-    finally:
-        probes.hook = None
-    assert done.is_set(), f"{point} was not reached"
 
 
 def claimed(row: ProcessedJob) -> Attempt:
@@ -146,15 +85,6 @@ def writes(tag: str = "a") -> list[str]:
 
 def effects() -> list[str]:
     return list(Ledger.objects.order_by("pk").values_list("note", flat=True))
-
-
-def deliver(row: ProcessedJob) -> Status | None:
-    return runner.deliver(row.pk, row.generation, owner=clock.token())
-
-
-def outcomes(row: ProcessedJob) -> list[str | None]:
-    found = JobAttempt.objects.filter(job_id=row.pk).order_by("number")
-    return list(found.values_list("outcome", flat=True))
 
 
 # ---- fenced()
@@ -234,18 +164,18 @@ def test_stale_worker_inside_its_own_transaction_is_told_and_can_roll_it_back(
 
 
 def test_reclaim_that_meets_a_fenced_block_takes_nothing(
-    row: ProcessedJob, in_thread: Callable[..., Future[Any]]
+    row: ProcessedJob,
 ) -> None:
     """The row is locked: the reclaim skips it, or waits (SQLite) and finds the lease renewed."""
     attempt = claimed(row)
     expire(attempt)
     with Pause("fenced.locked") as pause:
-        writing = in_thread(write, attempt)
-        assert pause.reached.wait(PATIENCE)
-        taking = in_thread(reclaim, attempt)
-        if connection.vendor != "sqlite":
+        writing = Side(write, attempt)
+        pause.wait()
+        taking = Side(reclaim, attempt)
+        if has_row_locks:
             assert taking.result(PATIENCE) is None
-        pause.go_on.set()
+        pause.go_on()
         assert writing.result(PATIENCE) == "written"
         assert taking.result(PATIENCE) is None
     assert lifecycle.claim(row.pk, 1, owner=clock.token(), place=Place()) is None
@@ -254,15 +184,15 @@ def test_reclaim_that_meets_a_fenced_block_takes_nothing(
 
 @pytest.mark.parametrize("point", ["reclaim.between", "reclaim.uncommitted"])
 def test_fenced_block_that_meets_a_reclaim_waits_for_it_and_writes_nothing(
-    row: ProcessedJob, in_thread: Callable[..., Future[Any]], point: str
+    row: ProcessedJob, point: str
 ) -> None:
     stale = claimed(row)
     expire(stale)
     with Pause(point) as pause:
-        taking = in_thread(reclaim, stale)
-        assert pause.reached.wait(PATIENCE)
-        writing = in_thread(write, stale)
-        pause.go_on.set()
+        taking = Side(reclaim, stale)
+        pause.wait()
+        writing = Side(write, stale)
+        pause.go_on()
         assert taking.result(PATIENCE).status == Status.RETRYING
         assert writing.result(PATIENCE) == "lost"
     assert write(claimed(row)) == "written"
@@ -270,21 +200,12 @@ def test_fenced_block_that_meets_a_reclaim_waits_for_it_and_writes_nothing(
 
 
 def test_fenced_blocks_and_reclaims_at_once_leave_one_writer_each_time(
-    row: ProcessedJob, in_thread: Callable[..., Future[Any]]
+    row: ProcessedJob,
 ) -> None:
     for number in range(1, 9):
         attempt = claimed(row)
         expire(attempt)
-        barrier = threading.Barrier(2)
-
-        def together(act: Callable[[Attempt], Any], attempt: Any, barrier: Any) -> Any:
-            connection.ensure_connection()
-            barrier.wait(PATIENCE)
-            return act(attempt)
-
-        writing = in_thread(together, write, attempt, barrier)
-        taking = in_thread(together, reclaim, attempt, barrier)
-        wrote, lost = writing.result(PATIENCE), taking.result(PATIENCE)
+        wrote, lost = together(partial(write, attempt), partial(reclaim, attempt))
         assert (wrote == "written") == (lost is None)
         if lost is None:
             expire(attempt)
@@ -296,17 +217,17 @@ def test_fenced_blocks_and_reclaims_at_once_leave_one_writer_each_time(
 # ---- complete()
 
 
-def test_effect_and_success_are_committed_together(in_thread: Callable[..., Future[Any]]) -> None:
+def test_effect_and_success_are_committed_together() -> None:
     row = fenced.complete_itself.enqueue(tag="a").job
 
     def seen_by_others() -> tuple[list[str], str]:
         return effects(), ProcessedJob.objects.get().status
 
     with Pause("settle.uncommitted") as pause:
-        running = in_thread(deliver, row)
-        assert pause.reached.wait(PATIENCE)
+        running = Side(deliver, row)
+        pause.wait()
         assert seen_by_others() == ([], Status.RUNNING)
-        pause.go_on.set()
+        pause.go_on()
         assert running.result(PATIENCE) == Status.SUCCEEDED
     assert seen_by_others() == (["effect 1"], Status.SUCCEEDED)
     assert ProcessedJob.objects.get().result == json.dumps({"by": 1}, separators=(",", ":"))
@@ -328,7 +249,7 @@ def test_completion_that_is_rolled_back_leaves_no_effect_and_the_job_runs_again(
     assert ProcessedJob.objects.get().failures == failures
     until(lambda: deliver(row) == Status.SUCCEEDED)
     assert effects() == ["effect 2"]
-    assert outcomes(row) == [ending, "SUCCEEDED"]
+    assert faults.outcomes_of(row.pk) == [ending, "SUCCEEDED"]
 
 
 def test_error_after_the_completion_changes_nothing() -> None:
@@ -350,7 +271,7 @@ def test_completion_after_the_lease_was_lost_leaves_no_effect() -> None:
     with at("user_code.before", lose):
         assert deliver(row) is None
     assert effects() == []
-    assert outcomes(row) == ["LOST"]
+    assert faults.outcomes_of(row.pk) == ["LOST"]
     assert deliver(row) == Status.SUCCEEDED
     assert effects() == ["effect 2"]
 
@@ -371,78 +292,49 @@ def test_completion_in_the_wrong_place_is_refused_and_says_why(specimen: Any, wo
     assert words in attempt.error_message
 
 
-@contextmanager
-def through_proxy() -> Iterator[Proxy]:
-    """Let the test's own connection go through a proxy."""
-    where = connection.settings_dict
-    port = where["PORT"]
-    with Proxy(int(port)) as proxy:
-        connection.close()
-        where["PORT"] = proxy.port
-        try:
-            yield proxy
-        finally:
-            connection.close()
-            where["PORT"] = port
-
-
-@on_postgresql
+@needs_server
 def test_completion_whose_commit_has_no_reply_is_a_success_once() -> None:
     row = fenced.complete_itself.enqueue(tag="a").job
-    with through_proxy() as proxy:
+    with faults.through_proxy() as proxy:
         with at("settle.uncommitted", lambda: proxy.swallow_reply_to(b"COMMIT")):
             assert deliver(row) == Status.SUCCEEDED
         assert proxy.swallowed.is_set()
     assert effects() == ["effect 1"]
-    assert outcomes(row) == ["SUCCEEDED"]
+    assert faults.outcomes_of(row.pk) == ["SUCCEEDED"]
 
 
-@on_postgresql
-def test_completion_whose_commit_never_arrived_leaves_no_effect_and_the_job_runs_again() -> None:
+@contextmanager
+def terminated_before_the_commit() -> Iterator[None]:
+    own = sessions.own()
+    with at("settle.uncommitted", lambda: sessions.terminate(own)):
+        yield
+
+
+@contextmanager
+def lost_on_the_commits_way() -> Iterator[None]:
+    with (
+        faults.through_proxy() as proxy,
+        at("settle.uncommitted", lambda: proxy.lose_request(b"COMMIT")),
+    ):
+        yield
+
+
+@needs_server
+@pytest.mark.parametrize("connection_", [terminated_before_the_commit, lost_on_the_commits_way])
+def test_completion_whose_commit_never_arrived_is_interrupted_and_the_job_runs_again(
+    connection_: Callable[[], AbstractContextManager[None]],
+) -> None:
     row = fenced.complete_itself.enqueue(tag="a").job
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT pg_backend_pid()")
-        pid = cursor.fetchone()[0]
-
-    def terminate() -> None:
-        where = connection.get_connection_params()
-        with psycopg.connect(
-            host=where["host"], port=where["port"], user=where["user"], dbname=where["dbname"]
-        ) as other:
-            other.execute("SELECT pg_terminate_backend(%s, 5000)", [pid])
-
-    with at("settle.uncommitted", terminate):
-        assert deliver(row) in (Status.PENDING, Status.RETRYING)
+    with connection_():
+        assert deliver(row) == Status.PENDING
     assert effects() == []
-    until(lambda: deliver(row) == Status.SUCCEEDED)
+    assert ProcessedJob.objects.get().failures == 0
+    assert deliver(row) == Status.SUCCEEDED
     assert effects() == ["effect 2"]
+    assert faults.outcomes_of(row.pk) == ["INTERRUPTED", "SUCCEEDED"]
 
 
 # ---- real processes
-
-
-def start_worker(spawn: Spawn) -> Spawned:
-    settings = {
-        "AUTODISCOVER": ["jobs", "fenced"],
-        "TICK": 0.2,
-        "RECLAIM_EVERY": 0.3,
-        "LEADER_TTL": 1,
-        "RESEND_AFTER": 2,
-    }
-    worker = spawn("rqworker", "default", DEDUPJOBS_TEST_SETTINGS=json.dumps(settings))
-    worker.wait_for_output("Listening on", PATIENCE)
-    return worker
-
-
-def begun(tag: str, number: int) -> int:
-    """Wait until an attempt has begun, and return its process."""
-    head = f"begin {number} "
-    found = until(
-        lambda: Ledger.objects.filter(tag=tag, note__startswith=head).first(),
-        PATIENCE,
-        what=f"attempt {number} of {tag} begins",
-    )
-    return int(found.note.removeprefix(head))
 
 
 def stop(*pids: int) -> None:
@@ -461,7 +353,7 @@ def stop(*pids: int) -> None:
 
 
 def _is_free() -> bool:
-    if connection.vendor != "sqlite":
+    if has_row_locks:
         with transaction.atomic():
             return bool(JobAttempt.objects.select_for_update(skip_locked=True))
     with closing(sqlite3.connect(connection.settings_dict["NAME"], timeout=0.2)) as other:
@@ -480,12 +372,12 @@ def test_horse_and_parent_stopped_past_the_lease_and_woken_write_only_without_a_
     spawn: Spawn, tmp_path: Path, specimen: Any, order: str
 ) -> None:
     release = tmp_path / "release"
-    sleeper = start_worker(spawn)
+    sleeper = faults.start_worker(spawn, AUTODISCOVER=["jobs", "fenced"])
     row = specimen.enqueue(tag="a", release=str(release)).job
-    horse = begun("a", 1)
-    other = start_worker(spawn)
+    horse = faults.begun("a", 1)
+    other = faults.start_worker(spawn, AUTODISCOVER=["jobs", "fenced"])
     stop(sleeper.pid, horse)
-    begun("a", 2)
+    faults.begun("a", 2)
     if order.startswith("after"):
         Path(f"{release}.2").touch()
         until(lambda: "write 2" in writes(), PATIENCE)
@@ -501,4 +393,4 @@ def test_horse_and_parent_stopped_past_the_lease_and_woken_write_only_without_a_
         worker.wait(PATIENCE)
     stale = [] if specimen is fenced.write_fenced else ["write 1"]
     assert sorted(writes()) == [*stale, "write 2"]
-    assert outcomes(row) == ["LOST", "SUCCEEDED"]
+    assert faults.outcomes_of(row.pk) == ["LOST", "SUCCEEDED"]

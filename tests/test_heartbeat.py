@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from django.db import connection
 
 from dedupjobs import lifecycle, locks, signals
 from dedupjobs.context import Attempt
@@ -18,15 +16,13 @@ from dedupjobs.exceptions import Cancel, Hold, LeaseLost
 from dedupjobs.heartbeat import Heart, beating
 from dedupjobs.lifecycle import Claim, Pulse
 from dedupjobs.models import AttemptOutcome, JobAttempt, ProcessedJob, Status
-from tests import faults
+from tests import faults, sessions
 from tests.app import jobs
 from tests.faults import PATIENCE, Spawn
+from tests.sessions import needs_row_locks, needs_server
 from tests.waiting import until
 
 pytestmark = pytest.mark.django_db(transaction=True)
-on_postgresql = pytest.mark.skipif(
-    os.environ.get("DEDUPJOBS_TEST_DB") != "postgresql", reason="needs row locks or a server"
-)
 
 LEASE = 0.6  # seconds; a beat each 0.1 s
 
@@ -250,38 +246,21 @@ def test_running_job_that_checks_obeys_an_operator(
 # ---- trouble in the database
 
 
-@on_postgresql
+@needs_server
 def test_beat_whose_connection_is_killed_is_tried_again_on_a_fresh_one(
     claim: Claim, heart: Heart
 ) -> None:
     with beating(heart):
         beats_for(claim, 0.1)
-        killed = until(kill_the_beats_connection, PATIENCE)
+        killed = until(sessions.others, PATIENCE)
+        sessions.terminate(*killed)
         beats_for(claim, 2 * LEASE)
         assert not heart.lost.is_set()
-        assert killed not in backends()
-    until(lambda: not backends(), PATIENCE, what="the heart has closed its connection")
+        assert not set(killed) & set(sessions.others())
+    until(lambda: not sessions.others(), PATIENCE, what="the heart has closed its connection")
 
 
-def backends() -> list[int]:
-    """Return the server processes of other connections to this database."""
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT pid FROM pg_stat_activity "
-            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
-        )
-        return [pid for (pid,) in cursor.fetchall()]
-
-
-def kill_the_beats_connection() -> int | None:
-    for pid in backends():
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_terminate_backend(%s)", [pid])
-        return pid
-    return None
-
-
-@on_postgresql
+@needs_row_locks
 def test_beat_of_a_locked_attempt_is_skipped_without_waiting_and_is_not_lost(
     claim: Claim, heart: Heart
 ) -> None:
@@ -296,7 +275,7 @@ def test_beat_of_a_locked_attempt_is_skipped_without_waiting_and_is_not_lost(
 
 
 @pytest.mark.large
-@on_postgresql
+@needs_row_locks
 def test_business_transaction_on_the_jobs_row_starves_no_beat_and_delays_only_the_settle(
     spawn: Spawn, tmp_path: Path
 ) -> None:

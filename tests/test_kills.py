@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 import time
 from pathlib import Path
@@ -18,9 +17,9 @@ from rq.serializers import JSONSerializer
 from dedupjobs import dispatch, lifecycle
 from dedupjobs.dispatch import Delivery
 from dedupjobs.models import AttemptOutcome, JobAttempt, Kind, Status
-from tests import faults
+from tests import faults, sessions
 from tests.app import jobs
-from tests.faults import DEDUP, PATIENCE, SIMPLE, STOCK, Spawn
+from tests.faults import DEDUP, PATIENCE, SIMPLE, STOCK, Spawn, with_server, with_sqlite
 from tests.processes import Spawned
 from tests.waiting import until
 
@@ -29,14 +28,6 @@ INTERRUPTED, TIMED_OUT = AttemptOutcome.INTERRUPTED, AttemptOutcome.TIMED_OUT
 
 AT_ONCE = 2.0  # seconds from the death of a horse to its row's next claim
 RUNS = 8  # on a busy machine a parent waits for the CPU, too; on an idle one the first run does
-
-DATABASE = os.environ.get("DEDUPJOBS_TEST_DB")
-with_sqlite = pytest.mark.skipif(
-    DATABASE == "postgresql", reason="about processes alone; runs with SQLite"
-)
-with_postgresql = pytest.mark.skipif(
-    DATABASE != "postgresql", reason="slow, and no matter which database; runs with PostgreSQL"
-)
 
 
 @pytest.fixture
@@ -54,17 +45,8 @@ def stop_and_find_nothing_left(*workers: Spawned) -> None:
         until(lambda w=worker: not w.children(), PATIENCE, what=f"{worker.title} left no process")
     assert faults.locks_left() == []
     assert faults.eternal_keys() == []
-    if connection.vendor == "postgresql":
-        until(lambda: not other_connections(), PATIENCE, what="the connections are closed")
-
-
-def other_connections() -> list[tuple[int, str]]:
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT pid, query FROM pg_stat_activity WHERE datname = current_database() "
-            "AND pid <> pg_backend_pid()"
-        )
-        return cursor.fetchall()
+    if connection.vendor != "sqlite":
+        until(lambda: not sessions.others(), PATIENCE, what="the connections are closed")
 
 
 def send_copy(outcome: object) -> None:
@@ -139,7 +121,7 @@ def test_horse_and_parent_killed_are_recovered_by_another_worker_after_the_lease
 
 
 @pytest.mark.large
-@with_postgresql
+@with_server
 def test_parent_killed_alone_leaves_a_horse_that_beats_and_finishes_once(
     spawn: Spawn, release: Path
 ) -> None:
@@ -165,7 +147,7 @@ def test_parent_killed_alone_leaves_a_horse_that_beats_and_finishes_once(
     stop_and_find_nothing_left(other)
 
 
-@with_postgresql
+@with_server
 def test_horse_killed_under_a_stock_worker_is_recovered_by_the_coordinator_after_the_lease(
     spawn: Spawn, release: Path
 ) -> None:
@@ -214,7 +196,7 @@ def test_horse_killed_by_itself_is_lost_each_time_until_its_budget_is_used(spawn
 
 @pytest.mark.large
 @pytest.mark.skipif(
-    DATABASE != "postgresql",
+    connection.vendor == "sqlite",
     reason="a short lease for all jobs fails a check of atomic ones on SQLite",
 )
 def test_horse_killed_by_itself_under_a_stock_worker_is_found_by_the_coordinator(
@@ -296,7 +278,7 @@ def test_job_swallowing_exception_is_ended_by_its_time_out_under_every_worker(
 
 
 def in_sql() -> tuple[str, ...]:
-    return ("sql",) if connection.vendor == "postgresql" else ()
+    return () if connection.vendor == "sqlite" else ("sql",)
 
 
 # ---- shutdown
@@ -444,7 +426,7 @@ def test_job_stopped_through_rq_is_cancelled(
 @pytest.mark.parametrize(
     "first_awake",
     [
-        pytest.param("horse", marks=with_postgresql),
+        pytest.param("horse", marks=with_server),
         pytest.param("parent", marks=with_sqlite),
     ],
 )
@@ -482,7 +464,7 @@ def test_worker_stopped_past_its_lease_and_woken_writes_nothing_stale(
 
 
 @pytest.mark.large
-@with_postgresql
+@with_server
 def test_second_message_for_a_running_row_is_dropped_however_long_the_job_takes(
     spawn: Spawn, release: Path
 ) -> None:

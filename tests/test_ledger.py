@@ -28,8 +28,9 @@ from dedupjobs.lifecycle import Place
 from dedupjobs.models import DuplicateCount, DuplicateSample, JobAttempt, ProcessedJob, Status
 from dedupjobs.testing import run_pending
 from tests.app import jobs
+from tests.rows import Held, Side, before_sql, together
 from tests.servers import Valkey
-from tests.sides import Aside, before_sql, locked, needs_row_locks, together
+from tests.sessions import needs_row_locks
 from tests.waiting import until
 
 pytestmark = pytest.mark.django_db(transaction=True)  # duplicates are told after the commit
@@ -266,8 +267,8 @@ def test_fold_is_not_held_up_by_a_locked_row() -> None:
     for tag in ("busy", "busy", "free"):
         jobs.record.enqueue(tag=tag)
     jobs.record.enqueue(tag="free")
-    with locked(busy):
-        Aside(Coordinator().fold).result(5)
+    with Held(busy, attempts=0):
+        Side(Coordinator().fold).result(5)
         assert ProcessedJob.objects.get(key="record:free").duplicates == 1
     stats.fold()
     assert ProcessedJob.objects.get(key="record:busy").duplicates == 2
@@ -307,7 +308,7 @@ def test_two_coordinators_that_fold_at_once_count_each_duplicate_once() -> None:
         with before_sql(action=stand):
             stats.fold()
 
-    slow = Aside(slow_fold)
+    slow = Side(slow_fold)
     assert standing.wait(20)
     stats.fold()
     go_on.set()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -29,14 +30,14 @@ from tests.rows import (
     before_sql,
     claimed,
     expire,
+    has_row_locks,
     job_row,
-    on_postgresql,
-    only_postgresql,
     race,
     snapshot,
     statements,
     until_blocked,
 )
+from tests.sessions import needs_row_locks
 from tests.waiting import until
 
 pytestmark = pytest.mark.django_db
@@ -291,7 +292,7 @@ def test_beat_brings_what_an_operator_has_asked_for(claim: Claim, asked: dict[st
     assert (pulse.cancel, pulse.hold) == ("cancel_requested" in asked, "hold_requested" in asked)
 
 
-@only_postgresql
+@needs_row_locks
 @committing
 def test_beat_on_an_attempt_that_is_locked_does_not_wait_and_sees_it_alive(
     transactional_db: None,
@@ -317,7 +318,7 @@ def test_beat_against_a_reclaim_that_is_about_to_commit_learns_that_the_lease_is
         reclaiming = Side(lifecycle.reclaim, claim.fence, beat_at=beat_at, ahead_of=None, reason="")
         pause.wait()
         beating = Side(lifecycle.beat, claim.fence, lease=30)
-        if on_postgresql:
+        if has_row_locks:
             assert beating.result(5) == lifecycle.Pulse()  # not visible yet
         pause.go_on()
         assert reclaiming.result().outcome == "LOST"
@@ -782,7 +783,7 @@ def test_reclaim_that_lost_against_a_beat_between_its_look_and_its_update_writes
     def renew() -> None:  # where no row lock protects the look, as on a database without any
         alter_attempt(claim, lease_until=DbNow(60))
 
-    with before_sql("UPDATE", '"dedupjobs_jobattempt"', '"reason"', action=renew):
+    with before_sql("UPDATE dedupjobs_jobattempt", "reason", action=renew):
         assert reclaim(claim, beat_at=beat_at) is None
     assert attempt_row(claim).outcome is None
     assert job_row(claim).status == Status.RUNNING
@@ -927,7 +928,7 @@ def test_reclaim_of_a_job_that_a_business_transaction_holds_skips_it(
     expire(claim)
     with Held(claim) as business:
         reclaiming = Side(reclaim, claim)
-        if on_postgresql:
+        if has_row_locks:
             assert reclaiming.result(5) is None
             assert attempt_row(claim).outcome is None
         business.commit()
@@ -946,7 +947,7 @@ def test_reclaim_of_an_attempt_that_is_being_settled_leaves_it_its_ending(
         settling = Side(ENDINGS["complete"], claim)
         pause.wait()
         reclaiming = Side(reclaim, claim)
-        if on_postgresql:
+        if has_row_locks:
             assert reclaiming.result(5) is None
         pause.go_on()
         assert settling.result() == Status.SUCCEEDED
@@ -997,40 +998,60 @@ def test_sweep_with_a_locked_row_takes_all_others(transactional_db: None) -> Non
         expire(claim)
         alter_attempt(claim, beat_at=attempt_row(claim).lease_until - timedelta(seconds=0.1))
     with Held(claims[0]) as business:
-        if not on_postgresql:
+        if not has_row_locks:
             business.commit()  # one writer: no sweep is possible before
-        sweep(Coordinator(), 2 if on_postgresql else 3)
+        sweep(Coordinator(), 2 if has_row_locks else 3)
         assert [job_row(c).status for c in claims[1:]] == ["RETRYING", "RETRYING"]
 
 
-def test_sweep_with_a_row_that_the_database_refuses_takes_all_others() -> None:
+@committing
+def test_sweep_with_a_row_that_the_database_refuses_takes_all_others(
+    transactional_db: None,
+) -> None:
     claims = [claimed(jobs.record.enqueue(tag=tag).job) for tag in "abc"]
     for claim in claims:
         expire(claim)
         alter_attempt(claim, beat_at=attempt_row(claim).lease_until - timedelta(seconds=0.1))
-    refuse_endings_of(claims[0])
-    sweep(Coordinator(), 2)
+    with endings_refused(claims[0]):
+        sweep(Coordinator(), 2)
     assert [job_row(c).status for c in claims] == ["RUNNING", "RETRYING", "RETRYING"]
 
 
-def refuse_endings_of(claim: Claim) -> None:
-    """Let the database raise when this attempt ends; undone with the test's transaction."""
+REFUSAL = {
+    "postgresql": (
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN RAISE EXCEPTION 'refused'; END $$",
+        "CREATE TRIGGER refuse BEFORE UPDATE ON dedupjobs_jobattempt "
+        "FOR EACH ROW WHEN ({when}) EXECUTE FUNCTION refuse()",
+    ),
+    "mysql": (
+        "CREATE TRIGGER refuse BEFORE UPDATE ON dedupjobs_jobattempt "
+        "FOR EACH ROW IF {when} THEN SIGNAL SQLSTATE '45000' SET MESSAGE_TEXT = 'refused'; END IF",
+    ),
+    "sqlite": (
+        "CREATE TRIGGER refuse BEFORE UPDATE ON dedupjobs_jobattempt "
+        "WHEN {when} BEGIN SELECT RAISE(ABORT, 'refused'); END",
+    ),
+}
+PERMISSION = {
+    "postgresql": ("DROP FUNCTION refuse CASCADE",),
+    "mysql": ("DROP TRIGGER refuse",),
+    "sqlite": ("DROP TRIGGER refuse",),
+}
+
+
+@contextmanager
+def endings_refused(claim: Claim) -> Iterator[None]:
+    """Let the database raise when this attempt ends."""
     when = f"NEW.id = {claim.fence} AND NEW.outcome IS NOT NULL"
     with connection.cursor() as cursor:
-        if on_postgresql:
-            cursor.execute(
-                "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS "
-                "$$ BEGIN RAISE EXCEPTION 'refused'; END $$"
-            )
-            cursor.execute(
-                "CREATE TRIGGER refuse BEFORE UPDATE ON dedupjobs_jobattempt "
-                f"FOR EACH ROW WHEN ({when}) EXECUTE FUNCTION refuse()"
-            )
-        else:
-            cursor.execute(
-                "CREATE TRIGGER refuse BEFORE UPDATE ON dedupjobs_jobattempt "
-                f"WHEN {when} BEGIN SELECT RAISE(ABORT, 'refused'); END"
-            )
+        for sql in REFUSAL[connection.vendor]:
+            cursor.execute(sql.format(when=when))
+        try:
+            yield
+        finally:
+            for sql in PERMISSION[connection.vendor]:
+                cursor.execute(sql)
 
 
 # ---- a business transaction that holds the job's row open
@@ -1044,7 +1065,7 @@ def test_business_transaction_that_holds_the_row_lets_its_job_beat_and_settle(
     watched = expire(claim)
     with Held(claim) as business:
         beating = Side(lifecycle.beat, claim.fence, lease=60)
-        if on_postgresql:
+        if has_row_locks:
             assert beating.result(5) == lifecycle.Pulse()
             assert attempt_row(claim).lease_until > lifecycle.database_now()
             assert reclaim(claim, beat_at=watched) is None
@@ -1272,7 +1293,7 @@ def test_mark_of_a_row_that_a_business_transaction_holds_does_not_wait(
 
     with Held(row) as business:
         marking = Side(mark)
-        if on_postgresql:
+        if has_row_locks:
             assert not marking.result(5)
             assert job_row(row).dispatch_id == row.dispatch_id
         business.commit()

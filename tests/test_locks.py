@@ -20,6 +20,7 @@ from dedupjobs.models import AttemptOutcome, Status
 from tests import faults
 from tests.app import jobs
 from tests.proxy import Proxy
+from tests.rows import together
 from tests.servers import HOST
 from tests.waiting import until
 
@@ -140,15 +141,15 @@ def test_lock_with_an_odd_ttl_still_has_an_end(client: redis.Redis, ttl: float) 
 
 def test_lock_is_renewed_and_released_from_other_threads(client: redis.Redis) -> None:
     locks.acquire(7, "me", ttl=1)
-    assert faults.in_threads(lambda: locks.extend(7, "me", ttl=60)) == [Grip.HELD]
+    assert together(lambda: locks.extend(7, "me", ttl=60)) == [Grip.HELD]
     assert client.pttl(faults.lock_name(7)) > 10_000
-    assert faults.in_threads(lambda: locks.release(7, "me")) == [Grip.HELD]
+    assert together(lambda: locks.release(7, "me")) == [Grip.HELD]
     assert locks.holder(7) is None
 
 
 def test_lock_taken_by_many_threads_at_once_is_held_by_one() -> None:
     takers = [lambda n=n: locks.acquire(7, f"owner {n}", ttl=30) for n in range(8)]
-    grips = faults.in_threads(*takers)
+    grips = together(*takers)
     assert sorted(grip.value for grip in grips) == ["busy"] * 7 + ["held"]
     assert locks.holder(7) == f"owner {grips.index(Grip.HELD)}"
 
@@ -344,7 +345,7 @@ def test_deliveries_of_one_row_under_two_prefixes_at_once_run_it_once() -> None:
 
     probes.hook = meet
     try:
-        delivered = faults.in_threads(
+        delivered = together(
             *[
                 lambda: runner.deliver(row.pk, row.generation, owner=clock.token(), lock=False)
                 for _ in range(3)

@@ -36,7 +36,7 @@ from dedupjobs.registry import FOREVER
 from dedupjobs.testing import run_pending
 from tests.app import jobs
 from tests.app.models import Ledger
-from tests.sides import Aside
+from tests.rows import Side
 from tests.waiting import until
 
 pytestmark = pytest.mark.django_db
@@ -302,7 +302,7 @@ def test_request_to_a_running_job_is_seen_at_its_next_check(
     action: str, asked_as: str, status: str, outcome: str
 ) -> None:
     row = watchful.enqueue(tag="a").job
-    worker = Aside(lambda: deliver(row))
+    worker = Side(lambda: deliver(row))
     until(lambda: Ledger.objects.filter(tag="a").exists(), what="it runs")
     assert ACTIONS[action](fresh(row), by="ada") == Status.RUNNING
     assert worker.result() == status
@@ -315,7 +315,7 @@ def test_request_to_a_running_job_is_seen_at_its_next_check(
 @committing
 def test_cancel_of_a_running_job_drops_its_waiting_rerun_and_names_it() -> None:
     row = watchful.enqueue(tag="a", text="first").job
-    worker = Aside(lambda: deliver(row))
+    worker = Side(lambda: deliver(row))
     until(lambda: Ledger.objects.filter(tag="a").exists(), what="it runs")
     assert watchful.enqueue(tag="a", text="second").kind is Kind.RERUN
     operations.cancel(fresh(row), by="ada")
@@ -497,7 +497,7 @@ def test_operation_and_claim_at_once_have_one_winner() -> None:
             except StaleVersion:
                 return None
 
-        claimer, canceller = Aside(claim), Aside(cancel)
+        claimer, canceller = Side(claim), Side(cancel)
         claimed, cancelled = claimer.result(), canceller.result()
         assert (claimed is None) != (cancelled is None)
         assert fresh(row).status == ("RUNNING" if claimed else "CANCELLED")

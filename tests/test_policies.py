@@ -37,7 +37,7 @@ from tests.app import jobs
 from tests.app.models import Ledger
 from tests.processes import Spawned
 from tests.rows import Pause, Side, alter, at, before_sql, claimed, expire, job_row, race
-from tests.sides import needs_row_locks
+from tests.sessions import needs_row_locks
 from tests.waiting import until
 
 committing = pytest.mark.django_db(transaction=True)

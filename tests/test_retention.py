@@ -20,7 +20,8 @@ from dedupjobs.lifecycle import Place, Pruned
 from dedupjobs.models import DuplicateSample, JobAttempt, Kind, Operation, ProcessedJob, Status
 from dedupjobs.testing import run_pending
 from tests.app import jobs
-from tests.sides import Aside, locked, needs_row_locks, together, until_a_session_waits
+from tests.rows import Held, Side, together, until_blocked
+from tests.sessions import needs_row_locks
 
 pytestmark = pytest.mark.django_db
 committing = pytest.mark.django_db(transaction=True)
@@ -101,6 +102,16 @@ def test_tombstone_answers_other_arguments_by_the_jobs_policy(job: Any) -> None:
     row = done(job, text="one")
     prune(row)
     assert job.enqueue(tag="a", text="two").kind is Kind.REPLAYED
+
+
+def test_dead_row_that_keeps_a_rerun_for_a_person_stays_until_he_takes_it_up() -> None:
+    row = jobs.keep_last_blocking.enqueue(tag="a", text="one").job
+    waiting = {"rerun_args": row.args.replace("one", "two"), "rerun_fingerprint": "two"}
+    row = aged(row, status=Status.DEAD, **waiting)
+    assert prune(row) == Pruned()
+    assert fresh(row).rerun_args == waiting["rerun_args"]
+    operations.retry(row, by="ada")
+    assert (fresh(row).args, fresh(row).rerun_args) == (waiting["rerun_args"], None)
 
 
 def test_tombstone_of_a_window_goes_once_the_window_is_over() -> None:
@@ -189,8 +200,8 @@ def test_held_rows_before_the_limit_hide_no_free_ones_behind_them() -> None:
 @committing
 def test_row_that_somebody_has_locked_is_left_for_the_next_round() -> None:
     busy, free = (done(jobs.record_again, tag=tag) for tag in ("busy", "free"))
-    with locked(busy):
-        assert Aside(lambda: prune(busy)).result(5) == Pruned(deleted=1)
+    with Held(busy):
+        assert Side(lambda: prune(busy)).result(5) == Pruned(deleted=1)
         assert list(ProcessedJob.objects.all()) == [busy]
     assert not ProcessedJob.objects.filter(pk=free.pk).exists()
     assert prune(busy) == Pruned(deleted=1)
@@ -204,8 +215,8 @@ def test_call_that_comes_while_its_row_is_pruned_gets_a_run(job: Any) -> None:
     ProcessedJob.objects.update(unique_until=DbNow(-1))
     with transaction.atomic():
         assert prune(row) == Pruned(deleted=1)
-        caller = Aside(lambda: job.enqueue(tag="a"))
-        until_a_session_waits()
+        caller = Side(lambda: job.enqueue(tag="a"))
+        until_blocked(caller)
     outcome = caller.result()
     assert outcome.kind is Kind.CREATED
     assert ProcessedJob.objects.get().pk == outcome.job.pk
@@ -218,7 +229,7 @@ def test_row_that_is_opened_again_meanwhile_is_not_pruned() -> None:
     row = done(jobs.record_again)
     with transaction.atomic():
         assert jobs.record_again.enqueue(tag="a").created
-        assert Aside(lambda: prune(row)).result(5) == Pruned()
+        assert Side(lambda: prune(row)).result(5) == Pruned()
     assert fresh(row).status == Status.PENDING
     assert prune(row, older_than=-1) == Pruned()
     assert run_pending() == 1

@@ -9,7 +9,7 @@ import pytest
 import redis
 from django.db import connection, connections, transaction
 
-from dedupjobs import lifecycle
+from dedupjobs import lifecycle, probes
 from dedupjobs.clock import DbNow
 from dedupjobs.coordinator import Coordinator
 from dedupjobs.exceptions import (
@@ -67,6 +67,24 @@ def test_message_that_comes_to_eight_consumers_at_once_is_processed_by_one() -> 
     assert [outcome.kind for outcome in outcomes].count(Kind.CREATED) == 1
     assert notes() == ["x"]
     assert JobAttempt.objects.count() == 1
+
+
+def test_call_whose_row_was_pruned_before_its_run_ended_gets_the_row_as_it_was() -> None:
+    """A process that stood still: others have taken its job, ended it, and pruned it."""
+
+    def prune(point: str) -> None:
+        if point == "user_code.after":
+            JobAttempt.objects.all().delete()
+            ProcessedJob.objects.all().delete()
+
+    probes.hook = prune
+    try:
+        outcome = jobs.record.run_now(tag="a", text="x")
+    finally:
+        probes.hook = None
+    assert (outcome.kind, outcome.job.status) == (Kind.CREATED, Status.PENDING)
+    assert not ProcessedJob.objects.exists()
+    assert notes() == ["x"]
 
 
 def test_key_that_waits_for_a_worker_is_not_run_now() -> None:

@@ -6,16 +6,16 @@ import json
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import psycopg
 import pytest
 import redis
 from django.conf import settings
 from django.db import OperationalError, connection, transaction
+from django.db.backends.signals import connection_created
 from django.test.utils import override_settings
 
 from dedupjobs import (
@@ -39,18 +39,18 @@ from dedupjobs.exceptions import ArgumentError, NoCurrentAttempt
 from dedupjobs.models import JobAttempt, ProcessedJob, Status
 from dedupjobs.registry import Job
 from dedupjobs.testing import run_pending
+from tests import faults, sessions
 from tests.app import jobs
 from tests.app.models import Ledger
-from tests.proxy import Proxy
 from tests.rows import (
+    Held,
     Side,
     alter,
     at,
     claimed,
     job_row,
-    on_postgresql,
-    only_postgresql,
 )
+from tests.sessions import needs_row_locks, needs_server
 from tests.waiting import until
 
 pytestmark = pytest.mark.django_db
@@ -595,24 +595,37 @@ def test_job_that_runs_too_long_is_cut_off(transactional_db: None, how: str) -> 
     assert ledger() == [how]
 
 
-@only_postgresql
+@needs_server
 @committing
 def test_job_that_waits_in_sql_too_long_is_cut_off_and_its_query_is_cancelled(
     transactional_db: None,
 ) -> None:
     attempt = run(jobs.hang, tag="a", how="sql")
     assert (attempt.outcome, attempt.job.status) == ("TIMED_OUT", "DEAD")
-    until(lambda: running_queries("pg_sleep") == 0, what="the query has ended on the server")
+    query = jobs.LONG_QUERY[connection.vendor]
+    until(lambda: not sessions.running(query), what="the query has ended on the server")
 
 
-def running_queries(word: str) -> int:
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
-            "AND state = 'active' AND pid <> pg_backend_pid() AND query LIKE %s",
-            [f"%{word}%"],
-        )
-        return int(cursor.fetchone()[0])
+@job(key="deaf:{tag}", unique_for=FOREVER, timeout=0.5, max_attempts=1)
+def query_with_a_deaf_driver(*, tag: str) -> None:
+    """Let no signal in while the query runs, as mysqlclient does and PyMySQL does not."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT SLEEP(20)")
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+
+
+@pytest.mark.skipif(connection.vendor != "mysql", reason="the other drivers let signals in")
+@committing
+def test_job_that_waits_in_sql_too_long_is_cut_off_although_its_driver_lets_no_signal_in(
+    transactional_db: None,
+) -> None:
+    attempt = run(query_with_a_deaf_driver, tag="a")
+    assert (attempt.outcome, attempt.job.status) == ("TIMED_OUT", "DEAD")
+    assert attempt.run_time is not None
+    assert attempt.run_time < 10
 
 
 @committing
@@ -728,7 +741,7 @@ def test_atomic_job_whose_commit_the_database_refuses_has_failed(transactional_d
     assert ledger() == []
 
 
-@pytest.mark.skipif(not on_postgresql, reason="the job's transaction keeps all other writers out")
+@needs_row_locks
 @committing
 def test_atomic_job_whose_lease_was_lost_leaves_no_effect_and_is_noted_late(
     transactional_db: None,
@@ -739,6 +752,56 @@ def test_atomic_job_whose_lease_was_lost_leaves_no_effect_and_is_noted_late(
     assert (attempt.outcome, attempt.late_ending) == ("LOST", "SUCCEEDED")
     assert ledger() == []
     assert job_row(row).status == "RETRYING"
+
+
+@needs_row_locks
+@committing
+def test_atomic_job_that_swallows_a_deadlock_has_failed_and_leaves_no_effect(
+    transactional_db: None,
+) -> None:
+    """MariaDB rolls the whole transaction back, and takes what follows as another one."""
+    ours, theirs = (Ledger.objects.create(tag=tag).pk for tag in ("ours", "theirs"))
+    attempt = run(swallow_deadlock, tag="a", ours=ours, theirs=theirs)
+    assert (attempt.outcome, attempt.job.status, attempt.job.failures) == ("FAILED", "RETRYING", 1)
+    assert attempt.error_class in (
+        "dedupjobs.exceptions.TransactionLost",  # MariaDB's, from us
+        "django.db.utils.InternalError",  # PostgreSQL's: it takes nothing more
+    )
+    assert ledger() == []
+    alter(attempt.job, run_after=DbNow())
+    assert deliver(attempt.job) == Status.SUCCEEDED
+    assert ledger() == ["effect"]
+
+
+@job(key="deadlock:{tag}", unique_for=FOREVER, atomic=True, timeout=15, backoff=0.1)
+def swallow_deadlock(*, tag: str, ours: int, theirs: int) -> None:
+    """Write, be a deadlock's victim at first, and go on as if nothing had happened."""
+    jobs.note(tag, "effect")
+    if current_attempt().number > 1:
+        return
+    lock(ours)
+    has_theirs = threading.Event()
+    rival = Side(lock_both, theirs, ours, has_theirs)
+    assert has_theirs.wait(10)
+    with suppress(OperationalError):
+        lock(theirs)
+        raise AssertionError("the rival was the victim")
+    rival.result()
+
+
+def lock_both(first: int, second: int, has_first: threading.Event) -> None:
+    """Lock both; whoever meets us in the opposite order is the victim."""
+    with transaction.atomic():
+        if connection.vendor == "postgresql":  # which ends the one that loses patience first
+            connection.cursor().execute("SET LOCAL deadlock_timeout = '1min'")
+        Ledger.objects.bulk_create(Ledger(tag="weighty") for _ in range(100))
+        lock(first)
+        has_first.set()
+        lock(second)
+
+
+def lock(pk: int) -> None:
+    assert list(Ledger.objects.select_for_update().filter(pk=pk))
 
 
 @job(key="slow:{tag}", unique_for=FOREVER, atomic=True, timeout=15, name="tests.atomic_but_slow")
@@ -886,26 +949,11 @@ def reconnected(transactional_db: None) -> Iterator[None]:
     connection.close()
 
 
-def terminate(pid: int) -> None:
-    """Kill a server process of the test's database, from outside."""
-    where = connection.settings_dict
-    with psycopg.connect(
-        host=where["HOST"], port=where["PORT"], user=where["USER"], dbname="postgres"
-    ) as other:
-        other.execute("SELECT pg_terminate_backend(%s, 5000)", [pid])
-
-
-def backend() -> int:
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT pg_backend_pid()")
-        return int(cursor.fetchone()[0])
-
-
 @job(key="severed:{tag}", unique_for=FOREVER, backoff=0.1)
 def lose_connection(*, tag: str, how: str) -> str:
     """Lose the connection in mid-run, and notice it or not."""
     if current_attempt().number == 1:
-        terminate(backend())
+        sessions.terminate(sessions.own())
         if how == "query":
             jobs.note(tag)
     return how
@@ -917,19 +965,19 @@ def lose_connection_atomically(*, tag: str, how: str) -> str:
     return lose_connection.func(tag=tag, how=how)
 
 
-@only_postgresql
+@needs_server
 @committing
 def test_connection_that_is_killed_between_two_jobs_is_replaced(reconnected: None) -> None:
     rows = [jobs.record.enqueue(tag=tag).job for tag in "ab"]
     first, second = [(row.pk, row.generation) for row in rows]
     assert runner.deliver(*first, owner="one", lock=False) == Status.SUCCEEDED
-    terminate(backend())
+    sessions.terminate(sessions.own())
     assert runner.deliver(*second, owner="two", lock=False) == Status.SUCCEEDED
     assert [job_row(row).attempts for row in rows] == [1, 1]
     assert ledger("b") == [""]
 
 
-@only_postgresql
+@needs_server
 @committing
 @pytest.mark.parametrize("first", [True, False], ids=["first message", "later message"])
 def test_connection_that_is_killed_before_a_message_is_looked_at_is_replaced(
@@ -940,12 +988,12 @@ def test_connection_that_is_killed_before_a_message_is_looked_at_is_replaced(
         hardened.set()
     monkeypatch.setattr(hardening, "_hardened", hardened)  # as in a process that has just begun
     row = jobs.record.enqueue(tag="a").job
-    terminate(backend())
+    sessions.terminate(sessions.own())
     runner.run([[row.pk, 1]])
     assert job_row(row).status == "SUCCEEDED"
 
 
-@only_postgresql
+@needs_server
 @committing
 def test_connection_that_is_killed_in_mid_job_is_replaced_to_write_the_success(
     reconnected: None,
@@ -958,7 +1006,7 @@ def test_connection_that_is_killed_in_mid_job_is_replaced_to_write_the_success(
     )
 
 
-@only_postgresql
+@needs_server
 @committing
 def test_connection_that_is_killed_under_a_jobs_query_is_a_failure_that_is_recorded(
     reconnected: None,
@@ -970,7 +1018,7 @@ def test_connection_that_is_killed_under_a_jobs_query_is_a_failure_that_is_recor
     assert job_row(attempt.job).status == "SUCCEEDED"
 
 
-@only_postgresql
+@needs_server
 @committing
 @pytest.mark.parametrize(
     ("how", "outcome"), [("nothing", {"INTERRUPTED"}), ("query", {"FAILED", "INTERRUPTED"})]
@@ -1016,26 +1064,11 @@ def test_ending_whose_writing_breaks_at_any_point_is_written_once(
     assert JobAttempt.objects.get().late_ending == ""
 
 
-@contextmanager
-def through_proxy() -> Iterator[Proxy]:
-    """Let the test's own connection go through a proxy."""
-    where = connection.settings_dict
-    port = where["PORT"]
-    with Proxy(int(port)) as proxy:
-        connection.close()
-        where["PORT"] = proxy.port
-        try:
-            yield proxy
-        finally:
-            connection.close()
-            where["PORT"] = port
-
-
-@only_postgresql
+@needs_server
 @committing
 def test_claim_whose_commit_has_no_reply_is_found_by_its_owner(reconnected: None) -> None:
     row = jobs.record.enqueue(tag="a").job
-    with through_proxy() as proxy:
+    with faults.through_proxy() as proxy:
         with at("claim.uncommitted", lambda: proxy.swallow_reply_to(b"COMMIT")):
             assert deliver(row) == Status.SUCCEEDED
         assert proxy.swallowed.is_set()
@@ -1043,21 +1076,21 @@ def test_claim_whose_commit_has_no_reply_is_found_by_its_owner(reconnected: None
     assert ledger() == [""]
 
 
-@only_postgresql
+@needs_server
 @committing
 @pytest.mark.parametrize("specimen", [jobs.record, jobs.record_atomically], ids=name_of)
 def test_success_whose_commit_has_no_reply_is_written_once(
     reconnected: None, specimen: Job[..., Any]
 ) -> None:
     row = specimen.enqueue(tag="a").job
-    with through_proxy() as proxy:
+    with faults.through_proxy() as proxy:
         with at("settle.uncommitted", lambda: proxy.swallow_reply_to(b"COMMIT")):
             assert deliver(row) == Status.SUCCEEDED
         assert proxy.swallowed.is_set()
     assert (JobAttempt.objects.get().outcome, ledger()) == ("SUCCEEDED", [""])
 
 
-@only_postgresql
+@needs_server
 @committing
 @pytest.mark.parametrize(
     ("specimen", "status", "outcome"),
@@ -1071,14 +1104,73 @@ def test_success_whose_commit_never_arrived_is_written_again_or_rolled_back(
     reconnected: None, specimen: Job[..., Any], status: str, outcome: str
 ) -> None:
     row = specimen.enqueue(tag="a").job
-    pid = backend()
-    with at("settle.uncommitted", lambda: terminate(pid)):
+    own = sessions.own()
+    with at("settle.uncommitted", lambda: sessions.terminate(own)):
         assert deliver(row) == status
     assert JobAttempt.objects.get().outcome == outcome
     if status == "PENDING":
         assert ledger() == []
         assert deliver(row) == Status.SUCCEEDED
     assert ledger() == [""]
+
+
+@pytest.fixture
+def short_lock_waits(transactional_db: None) -> Iterator[None]:
+    """Let the database end each wait for a lock after a second."""
+
+    def limit(**_: Any) -> None:
+        sessions.limit_lock_waits(1)
+
+    connection_created.connect(limit)
+    connection.close()
+    yield
+    connection_created.disconnect(limit)
+    connection.close()
+
+
+@job(key="brief:{tag}", unique_for=FOREVER, lease=0.6)
+def record_briefly(*, tag: str) -> None:
+    jobs.note(tag)
+
+
+@job(key="brief:{tag}", unique_for=FOREVER, lease=0.6, atomic=True, timeout=0.1)
+def record_briefly_atomically(*, tag: str) -> None:
+    jobs.note(tag)
+
+
+@needs_row_locks
+@committing
+@pytest.mark.parametrize(
+    ("specimen", "status", "outcome"),
+    [
+        (record_briefly, "SUCCEEDED", "SUCCEEDED"),
+        (record_briefly_atomically, "PENDING", "INTERRUPTED"),
+    ],
+    ids=name_of,
+)
+def test_ending_that_waits_for_its_row_longer_than_the_database_lets_it_is_tried_again(
+    short_lock_waits: None, specimen: Job[..., Any], status: str, outcome: str
+) -> None:
+    """MariaDB ends a wait after 50 s by itself, PostgreSQL where lock_timeout is set."""
+    row = specimen.enqueue(tag="a").job
+    business = Held(row)
+    troubles: list[Exception] = []
+
+    def hear(error: Exception, **_: Any) -> None:
+        troubles.append(error)
+        if len(troubles) == 3:
+            business.commit()
+
+    signals.settle_troubled.connect(hear)
+    try:
+        with at("user_code.after", business.__enter__):
+            assert deliver(row) == status
+    finally:
+        signals.settle_troubled.disconnect(hear)
+        business.commit()
+    assert len(troubles) == 3
+    assert JobAttempt.objects.get().outcome == outcome
+    assert ledger() == ([""] if status == "SUCCEEDED" else [])
 
 
 # ---- run_pending, inside a test's own transaction

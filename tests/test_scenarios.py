@@ -6,56 +6,32 @@ docs/verification.md lists all scenarios of these areas with the tests that pin 
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from django.db import OperationalError, connections
+from django.db import OperationalError
 
-from dedupjobs import FOREVER, clock, lifecycle, locks, probes, registry, runner
+from dedupjobs import FOREVER, lifecycle, locks, probes, registry
 from dedupjobs.clock import DbNow
 from dedupjobs.coordinator import Coordinator
 from dedupjobs.lifecycle import Place
 from dedupjobs.models import JobAttempt, Kind, ProcessedJob, Status
+from tests import faults
 from tests.app import fenced, jobs, stubborn
-from tests.app.models import Ledger
-from tests.processes import Spawned
+from tests.faults import PATIENCE, Spawn, deliver, with_sqlite
+from tests.rows import Side
 from tests.waiting import until
 
 pytestmark = [pytest.mark.large, pytest.mark.django_db(transaction=True)]
 
-PATIENCE = 60  # seconds; the machine may be busy
-
-Spawn = Callable[..., Spawned]
-
-on_sqlite = pytest.mark.skipif(
-    os.environ.get("DEDUPJOBS_TEST_DB", "sqlite") != "sqlite",
-    reason="about processes alone; runs with SQLite",
-)
-
 
 @pytest.fixture
-def in_thread() -> Iterator[Callable[..., Future[Any]]]:
-    """Call functions in threads, on connections of their own."""
-
-    def run(function: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return function(*args)
-        finally:
-            connections.close_all()
-
-    with ThreadPoolExecutor(4) as pool:
-        yield lambda function, *args: pool.submit(run, function, *args)
-
-
-@pytest.fixture
-def release(tmp_path: Path, in_thread: object) -> Iterator[str]:
+def release(tmp_path: Path) -> Iterator[str]:
     """Where jobs look for their release, which comes at the latest when the test is over."""
     path = str(tmp_path / "release")
     yield path
@@ -77,28 +53,6 @@ def beats_fail() -> Iterator[threading.Event]:
     probes.hook = None
 
 
-def deliver(row: ProcessedJob) -> Status | None:
-    return runner.deliver(row.pk, row.generation, owner=clock.token())
-
-
-def outcomes(row: ProcessedJob) -> list[str | None]:
-    found = JobAttempt.objects.filter(job_id=row.pk).order_by("number")
-    return list(found.values_list("outcome", flat=True))
-
-
-def notes(tag: str) -> list[str]:
-    found = Ledger.objects.filter(tag=tag).order_by("pk").values_list("note", flat=True)
-    return [note.rpartition(" ")[0] if note.startswith("begin") else note for note in found]
-
-
-def wait_for(row: ProcessedJob, status: Status) -> ProcessedJob:
-    return until(
-        lambda: ProcessedJob.objects.filter(pk=row.pk, status=status).first(),
-        PATIENCE,
-        what=f"row {row.pk} is {status}",
-    )
-
-
 def test_page_that_lists_the_scenarios_names_tests_that_exist() -> None:
     here = Path(__file__).parent
     page = (here.parent / "docs" / "verification.md").read_text()
@@ -117,18 +71,18 @@ def test_page_that_lists_the_scenarios_names_tests_that_exist() -> None:
 
 
 def test_job_whose_beats_fail_is_taken_once_and_its_late_end_harms_no_successor(
-    beats_fail: threading.Event, in_thread: Callable[..., Future[Any]], release: str
+    beats_fail: threading.Event, release: str
 ) -> None:
     """S-014: the job goes on, but its heartbeat can not be written for longer than the lease."""
     row = fenced.write_unfenced.enqueue(tag="a", release=release).job
-    first = in_thread(deliver, row)
-    until(lambda: notes("a") == ["begin 1"], PATIENCE)
+    first = Side(deliver, row)
+    until(lambda: faults.notes("a") == ["begin 1"], PATIENCE)
     beats_fail.set()
     coordinator = Coordinator()
     until(coordinator.reclaim, PATIENCE, every=0.05, what="the silent attempt is taken")
     beats_fail.clear()
-    second = in_thread(deliver, row)
-    until(lambda: notes("a") == ["begin 1", "begin 2"], PATIENCE)
+    second = Side(deliver, row)
+    until(lambda: faults.notes("a") == ["begin 1", "begin 2"], PATIENCE)
     owner = JobAttempt.objects.get(number=2).owner
     Path(f"{release}.1").touch()
     assert first.result(PATIENCE) is None
@@ -137,7 +91,7 @@ def test_job_whose_beats_fail_is_taken_once_and_its_late_end_harms_no_successor(
     assert ProcessedJob.objects.get().status == Status.RUNNING
     Path(f"{release}.2").touch()
     assert second.result(PATIENCE) == Status.SUCCEEDED
-    assert outcomes(row) == ["LOST", "SUCCEEDED"]
+    assert faults.outcomes_of(row.pk) == ["LOST", "SUCCEEDED"]
     assert JobAttempt.objects.get(number=1).late_ending == "SUCCEEDED"
 
 
@@ -158,39 +112,26 @@ def test_lease_with_nothing_left_is_over_and_not_taken_for_none() -> None:
 # ---- time-out
 
 
-def start_worker(spawn: Spawn) -> Spawned:
-    settings = {
-        "AUTODISCOVER": ["jobs", "stubborn"],
-        "TICK": 0.2,
-        "RECLAIM_EVERY": 0.3,
-        "LEADER_TTL": 1,
-        "TIMEOUT_GRACE": 1,
-    }
-    worker = spawn("rqworker", "default", DEDUPJOBS_TEST_SETTINGS=json.dumps(settings))
-    worker.wait_for_output("Listening on", PATIENCE)
-    return worker
-
-
-@on_sqlite
+@with_sqlite
 def test_job_killed_past_its_time_out_runs_again_and_frees_its_lock(spawn: Spawn) -> None:
     """S-064, S-069: nothing of the killed attempt blocks the retry."""
-    start_worker(spawn)
+    faults.start_worker(spawn, AUTODISCOVER=["jobs", "stubborn"])
     outcome = stubborn.hang_at_first.enqueue(tag="stuck")
-    row = wait_for(outcome.job, Status.SUCCEEDED)
-    assert outcomes(row) == ["TIMED_OUT", "SUCCEEDED"]
+    row = faults.wait_for(outcome, Status.SUCCEEDED)
+    assert faults.outcomes_of(row.pk) == ["TIMED_OUT", "SUCCEEDED"]
     assert (row.failures, row.lost_count) == (1, 0)
     until(lambda: locks.holder(row.pk) is None)
 
 
-@on_sqlite
+@with_sqlite
 def test_job_killed_past_its_time_out_that_it_gives_up_on_is_dead_and_its_key_free(
     spawn: Spawn,
 ) -> None:
     """S-069: no automatic retry where the job says so."""
-    start_worker(spawn)
+    faults.start_worker(spawn, AUTODISCOVER=["jobs", "stubborn"])
     outcome = stubborn.hang_and_give_up.enqueue(tag="once")
-    row = wait_for(outcome.job, Status.DEAD)
-    assert outcomes(row) == ["TIMED_OUT"]
+    row = faults.wait_for(outcome, Status.DEAD)
+    assert faults.outcomes_of(row.pk) == ["TIMED_OUT"]
     assert stubborn.hang_and_give_up.enqueue(tag="once").kind is Kind.CREATED
 
 
@@ -251,4 +192,4 @@ def test_argument_whose_loading_raises_a_base_exception_does_not_block_its_key_f
     assert lifecycle.reclaim(attempt.pk, beat_at=attempt.beat_at, ahead_of=None, reason="lost")
     ProcessedJob.objects.update(args=json.dumps({"tag": "a"}))
     assert deliver(row) == Status.SUCCEEDED
-    assert outcomes(row) == ["LOST", "SUCCEEDED"]
+    assert faults.outcomes_of(row.pk) == ["LOST", "SUCCEEDED"]

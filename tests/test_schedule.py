@@ -28,7 +28,7 @@ from dedupjobs.schedule import Schedule
 from dedupjobs.testing import run_pending
 from tests.app import jobs
 from tests.app.models import Ledger
-from tests.sides import together
+from tests.rows import together
 
 pytestmark = pytest.mark.django_db
 

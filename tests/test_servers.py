@@ -168,7 +168,7 @@ def test_spawned_process_reaches_the_test_database(
     process = spawn("shell", "--no-imports", "-c", code)
     assert process.wait() == 0, process.output
     assert Ledger.objects.filter(tag="seen from the test").exists()
-    assert connection.vendor in {"sqlite", "postgresql"}
+    assert connection.vendor in {"sqlite", "postgresql", "mysql"}
 
 
 def test_spawned_process_stopped_takes_its_orphans_along(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import zlib
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from typing import Any
 import django_rq
 import pytest
 from django.conf import settings
-from django.db import connection
 from redis import Redis
 from rq import Queue
 from rq.job import Job as RqJob
@@ -21,22 +19,15 @@ from rq.serializers import DefaultSerializer, JSONSerializer
 from dedupjobs import dispatch, lifecycle
 from dedupjobs.dispatch import Delivery
 from dedupjobs.models import AttemptOutcome, JobAttempt, ProcessedJob, Status
-from tests import faults
+from tests import faults, sessions
 from tests.app import jobs
-from tests.faults import DEDUP, PATIENCE, SIMPLE, STOCK, Spawn
+from tests.faults import DEDUP, PATIENCE, SIMPLE, STOCK, Spawn, with_server, with_sqlite
 from tests.waiting import until
 
 FAILED, SUCCEEDED = AttemptOutcome.FAILED, AttemptOutcome.SUCCEEDED
 
 pytestmark = pytest.mark.django_db(transaction=True)
 every_worker = pytest.mark.parametrize("worker_class", [DEDUP, STOCK, SIMPLE])
-DATABASE = os.environ.get("DEDUPJOBS_TEST_DB")
-with_postgresql = pytest.mark.skipif(
-    DATABASE != "postgresql", reason="about its connections, or no matter which database"
-)
-with_sqlite = pytest.mark.skipif(
-    DATABASE == "postgresql", reason="about messages alone; runs with SQLite"
-)
 
 
 @pytest.fixture
@@ -109,7 +100,7 @@ def test_worker_on_several_queues_runs_the_jobs_of_each_once(
             assert faults.outcomes(outcome) == [SUCCEEDED]
 
 
-@with_postgresql
+@with_server
 @every_worker
 def test_two_messages_for_one_row_run_it_once(
     spawn: Spawn, tmp_path: Path, worker_class: str
@@ -138,7 +129,7 @@ def test_two_messages_for_one_row_run_it_once(
     assert faults.notes("twice") == ["begin 1", "end 1"]
 
 
-@with_postgresql
+@with_server
 @pytest.mark.parametrize("worker_class", [DEDUP, SIMPLE])
 def test_worker_whose_connections_were_killed_goes_on_with_fresh_ones(
     spawn: Spawn, tmp_path: Path, worker_class: str
@@ -147,25 +138,17 @@ def test_worker_whose_connections_were_killed_goes_on_with_fresh_ones(
     with faults.changed(RQ={"WORKER_CLASS": worker_class}):
         start(spawn, worker_class)
         faults.wait_for(jobs.record.enqueue(tag="before"))
-        kill_connections()
+        sessions.terminate(*sessions.others())
         faults.wait_for(jobs.record.enqueue(tag="between"))
         during = jobs.wait.enqueue(tag="during", release=str(release))
         faults.begun("during")
-        kill_connections()
+        sessions.terminate(*sessions.others())
         release.touch()
         faults.wait_for(during)
         faults.wait_for(jobs.record.enqueue(tag="after"))
     # Its own write failed on the dead connection; that is an error of the job like any other.
     assert faults.outcomes(during) == [FAILED, SUCCEEDED]
     assert JobAttempt.objects.exclude(job_id=during.job.pk).count() == 3
-
-
-def kill_connections() -> None:
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
-        )
 
 
 # ---- serializers
@@ -229,7 +212,7 @@ FORGED = [
 ]
 
 
-@with_postgresql
+@with_server
 def test_forged_deliveries_fail_in_rq_and_touch_no_row_and_no_worker(
     spawn: Spawn, rq_queue: Queue
 ) -> None:
@@ -283,7 +266,7 @@ def test_json_message_naming_any_function_by_its_path_does_not_run_it(
 # ---- jobs that a worker does not know
 
 
-@with_postgresql
+@with_server
 def test_worker_names_the_jobs_at_start_that_it_can_not_run_and_parks_their_rows(
     spawn: Spawn,
 ) -> None:

@@ -40,13 +40,17 @@ from dedupjobs.lifecycle.retention import Pruned, free_tombstones, held, prunabl
 from dedupjobs.lifecycle.rows import (
     Claim,
     alias,
+    assert_unbroken,
     attempts,
+    codes,
     database_now,
     jobs,
+    mark_transaction,
     names,
     seconds_until_due,
     skip_locked,
     values_of,
+    waited_in_vain,
 )
 from dedupjobs.lifecycle.sending import mark_sent, mark_unsent, new_dispatch_id
 from dedupjobs.lifecycle.settling import (
@@ -67,6 +71,7 @@ from dedupjobs.lifecycle.settling import (
 __all__ = [  # noqa: RUF022 - in the order a job meets them
     "alias", "jobs", "attempts", "names", "database_now", "seconds_until_due", "skip_locked",
     "values_of",
+    "codes", "waited_in_vain", "mark_transaction", "assert_unbroken",
     "Answer", "enqueue", "enqueue_many",
     "Claim", "Place", "claim", "claimed_by", "begin", "Pulse", "beat", "look", "lock_open", "renew",
     "Note", "NO_NOTE", "complete", "fail", "give_up", "snooze", "interrupt", "unclaim", "stop",

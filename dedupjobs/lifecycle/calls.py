@@ -14,8 +14,16 @@ from django.db.models import Exists, F, OuterRef
 
 from dedupjobs import clock, probes
 from dedupjobs.clock import DbNow
-from dedupjobs.exceptions import DedupJobsError
-from dedupjobs.lifecycle.rows import FRESH, NO_RERUN, UNSENT, alias, attempts, jobs
+from dedupjobs.exceptions import DedupJobsError, TransactionLost
+from dedupjobs.lifecycle.rows import (
+    FRESH,
+    NO_RERUN,
+    UNSENT,
+    alias,
+    attempts,
+    codes,
+    jobs,
+)
 from dedupjobs.lifecycle.sending import new_dispatch_id
 from dedupjobs.models import ACTIVE, Kind, ProcessedJob, Status
 from dedupjobs.registry import Call, Options
@@ -23,7 +31,7 @@ from dedupjobs.registry import Call, Options
 T = TypeVar("T")
 
 LOOPS = 10  # read → insert or change; each loop means that somebody else moved the row
-DEADLOCKS = ((1213,), (1205,))  # as MySQL numbers a deadlock and a lock wait time-out
+DEADLOCKS = {"1213", "1205"}  # as MySQL numbers a deadlock and a lock wait time-out
 CHUNK = 500  # calls per statement of enqueue_many
 
 
@@ -188,13 +196,13 @@ def _or_read_again(write: Callable[[], T], missed: T) -> T:
     try:
         return write()
     except OperationalError as error:
-        if error.args[:1] not in DEADLOCKS:
+        if not codes(error) & DEADLOCKS:
             raise
         connection = connections[alias()]
         if not connection.in_atomic_block:
             return missed
-        connection.needs_rollback = True  # the server has rolled all of it back
-        raise DedupJobsError(
+        connection.needs_rollback = True  # whether or not the server has done it already
+        raise TransactionLost(
             "The database has rolled this transaction back, because it and another one that "
             "wanted the same key waited for each other (a deadlock). Repeat the transaction."
         ) from error
@@ -206,9 +214,12 @@ def _inserted(rows: list[ProcessedJob], drawn: dict[str, str]) -> dict[str, Proc
         mine = jobs().filter(key_hash__in=list(drawn))
         if connections[alias()].vendor == "mysql":
             # Losers that wait at the insert get deadlocks when the winner rolls back; a locking
-            # read of the keys first makes them queue up.
+            # read of the keys first makes them queue up. INSERT IGNORE would ignore too much: of
+            # what a column can not hold, it stores something else.
             list(mine.select_for_update().order_by("key_hash").values_list("pk"))
-        jobs().bulk_create(rows, ignore_conflicts=True)
+            jobs().bulk_create(rows, update_conflicts=True, update_fields=["key_hash"])
+        else:
+            jobs().bulk_create(rows, ignore_conflicts=True)
         probes.reach("enqueue.inserted")
         return {row.key_hash: row for row in mine if row.dispatch_id == drawn[row.key_hash]}
 

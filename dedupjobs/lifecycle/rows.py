@@ -6,15 +6,19 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from django.db import connections, router
+from django.db import OperationalError, connections, router
 from django.db.models import QuerySet
 
 from dedupjobs import clock
 from dedupjobs.clock import DbNow
+from dedupjobs.exceptions import TransactionLost
 from dedupjobs.models import (
     JobAttempt,
     ProcessedJob,
 )
+
+LOCK_WAITS = {"55P03", "1205"}  # as PostgreSQL and MySQL number a wait that was cut off
+NO_SAVEPOINT = "1305"
 
 UNASKED: dict[str, Any] = {"cancel_requested": False, "hold_requested": False}
 UNSENT: dict[str, Any] = {"dispatch_id": None, "dispatched_at": None}
@@ -89,6 +93,50 @@ def values_of(column: str, *, most: int) -> list[str]:
     with connection.cursor() as cursor:
         cursor.execute(sql, [most])
         return [str(value) for (value,) in cursor.fetchall()]
+
+
+def codes(error: Exception) -> set[str]:
+    """Return the numbers that a database gives an error: SQLSTATE, or MySQL's own."""
+    cause = error.__cause__ or error
+    found = (getattr(cause, "sqlstate", None), *cause.args[:1])
+    return {str(code) for code in found}
+
+
+def waited_in_vain(error: Exception) -> bool:
+    """Whether the database answered, but gave up waiting for somebody else's lock."""
+    return bool(codes(error) & LOCK_WAITS)
+
+
+def mark_transaction(name: str) -> None:
+    """Leave a mark in the open transaction, for ``assert_unbroken``."""
+    if connections[alias()].vendor == "mysql":
+        _execute(f"SAVEPOINT {name}")
+
+
+def assert_unbroken(name: str) -> None:
+    """
+    Raise TransactionLost if the transaction is not the one that was marked.
+
+    MySQL answers a deadlock by rolling all of it back, and takes what follows as a new one:
+    a caller that swallowed the error would commit half of his work. PostgreSQL refuses to go on.
+    """
+    if connections[alias()].vendor != "mysql":
+        return
+    try:
+        _execute(f"RELEASE SAVEPOINT {name}")
+    except OperationalError as error:
+        if NO_SAVEPOINT not in codes(error):
+            raise
+        raise TransactionLost(
+            "The database has ended the job's transaction in mid-run, because of a deadlock or a "
+            "statement that commits by itself, such as ALTER TABLE, and the job went on. Let the "
+            "error of a deadlock through, and the job is run again."
+        ) from error
+
+
+def _execute(sql: str) -> None:
+    with connections[alias()].cursor() as cursor:
+        cursor.execute(sql)
 
 
 def database_now() -> datetime:

@@ -205,6 +205,13 @@ def wait_carefully(*, tag: str, release: str) -> None:
     wait.func(tag=tag, release=release)
 
 
+# MySQL's SLEEP() would notice that its client is gone; other queries do not.
+LONG_QUERY = {
+    "postgresql": "SELECT PG_SLEEP(60)",
+    "mysql": "SELECT BENCHMARK(100000000000, SHA1('a'))",
+}
+
+
 @job(key="hang:{tag}", unique_for=FOREVER, timeout=0.5, max_attempts=1)
 def hang(*, tag: str, how: str) -> None:
     """Run into the time-out: in Python, in code that swallows, in SQL, or out of its reach."""
@@ -219,7 +226,7 @@ def hang(*, tag: str, how: str) -> None:
                 continue
     elif how == "sql":
         with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_sleep(60)")
+            cursor.execute(LONG_QUERY[connection.vendor])
     elif how == "signals masked":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM, signal.SIGTERM})
         time.sleep(60)

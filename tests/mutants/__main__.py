@@ -1,8 +1,8 @@
 """
 Apply each mutant in a scratch copy and let the simulation look for it: ``make mutants``.
 
-Prints a line per mutant: which invariant caught it, and after how many seeds. Exits with 1 if one
-was not caught, or does not fit the code any more.
+Prints a line per mutant: which invariant caught it, after how many seeds, and under which faults;
+or the test that did. Exits with 1 if one was not caught, or does not fit the code any more.
 """
 
 from __future__ import annotations
@@ -37,27 +37,34 @@ def main() -> int:
     return 0 if all(caught) else 1
 
 
-def try_out(mutant: Mutant, seeds: int, keep: str) -> tuple[int | None, str]:
-    """Return after how many seeds it was caught and by what, or None and what was printed."""
+def try_out(mutant: Mutant, seeds: int, keep: str) -> tuple[str, str]:
+    """Return after how much it was caught and by what; or an empty text, and what was printed."""
     with tempfile.TemporaryDirectory(prefix="dedupjobs-mutant-") as scratch:
         for part in ("dedupjobs", "tests"):
             shutil.copytree(ROOT / part, Path(scratch, part))
+        shutil.copy(ROOT / "pyproject.toml", scratch)
         apply(mutant, Path(scratch, "dedupjobs"))
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "tests.simulation", "--stop", "--seeds", str(seeds)),
-                *(("--keep", str(Path(keep).resolve())) if keep else ()),
-            ],
-            cwd=scratch,
-            env={**os.environ, "PYTHONPATH": scratch, "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        if mutant.test:
+            done = _run(scratch, "pytest", "-x", "-q", "-n", "0", f"tests/{mutant.test}")
+            return ("a test", mutant.test) if done.returncode == 1 else ("", done.stdout[-2000:])
+        kept = ("--keep", str(Path(keep).resolve())) if keep else ()
+        done = _run(scratch, "tests.simulation", "--stop", "--seeds", str(seeds), *kept)
     found = re.search(r"^seed (\d+): (.*)$", done.stdout, re.MULTILINE)
     if found is None:
-        return None, done.stderr[-2000:]
-    return int(found[1]) + 1, found[2]
+        return "", done.stderr[-2000:]
+    return f"{int(found[1]) + 1} seeds", found[2]
+
+
+def _run(scratch: str, *command: str) -> subprocess.CompletedProcess[str]:
+    paths = {"PYTHONPATH": scratch, "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=scratch,
+        env={**os.environ, **paths, "DEDUPJOBS_TEST_DB": "sqlite"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def apply(mutant: Mutant, package: Path) -> None:
@@ -70,10 +77,9 @@ def apply(mutant: Mutant, package: Path) -> None:
         path.write_text(text.replace(old, new))
 
 
-def _report(mutant: Mutant, seeds: int | None, by: str) -> bool:
-    what = f"{seeds:>5} seeds  {by}" if seeds else f"  NOT CAUGHT  {by}"
-    print(f"{mutant.name:<58}{what}", flush=True)
-    return seeds is not None
+def _report(mutant: Mutant, after: str, by: str) -> bool:
+    print(f"{mutant.name:<58}{after or 'NOT CAUGHT':>10}  {by}", flush=True)
+    return bool(after)
 
 
 if __name__ == "__main__":

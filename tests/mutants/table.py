@@ -1,8 +1,11 @@
 """
 Small wrongs in the protocol, as textual replacements that fail loudly once the code has moved.
 
-Each drops one guard or swaps one order of DESIGN §3, and each must be caught by the simulation
-within SEEDS seeds, or by the test that it names.
+Each drops one guard or swaps one order of docs/design.md §3, and each must be caught by the
+simulation within SEEDS seeds, or by the test that it names. A test is named where one guard
+stands behind another: with one writer at a time no interleaving reaches it alone.
+
+There is no status cache yet, so "a cached success after its window" is asked of the rows alone.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ Change = tuple[str, str, str]  # file below dedupjobs/, what stands there once, 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """``by``: the invariant that is expected to catch it."""
+    """``test``: the one that must fail, as pytest selects it; empty: the simulation must."""
 
     name: str
-    by: str
     changes: tuple[Change, ...]
+    test: str = ""
 
 
 CALLS, CLAIMS = "lifecycle/calls.py", "lifecycle/claims.py"
@@ -31,7 +34,6 @@ ALL = [
     # ---- enqueue, replace, rerun, reopen
     Mutant(
         "the unique constraint is gone",
-        "I1",
         (
             (
                 "models.py",
@@ -42,7 +44,6 @@ ALL = [
     ),
     Mutant(
         "an insert that lost the race is answered as CREATED",
-        "I2",
         (
             (
                 CALLS,
@@ -53,7 +54,6 @@ ALL = [
     ),
     Mutant(
         "reopened from a version that has moved on",
-        "I9",
         (
             (
                 CALLS,
@@ -64,32 +64,26 @@ ALL = [
     ),
     Mutant(
         "reopened while its success holds the key",
-        "I1",
         ((CALLS, "and holds and not over:", "and holds and over:"),),
     ),
     Mutant(
         "a dead key under on_dead=block is reopened",
-        "I9",
         ((CALLS, '(row.status == Status.DEAD and options.on_dead == "block")', "False"),),
     ),
     Mutant(
         "the generation grows when a DEAD key is called again",
-        "I12",
         ((CALLS, 'generation=F("generation") + int(grows)', 'generation=F("generation") + 1'),),
     ),
     Mutant(
         "other work goes on in the generation of a DEAD key",
-        "I12",
         ((CALLS, "or (other and row.attempts > 0)", "or (other and False)"),),
     ),
     Mutant(
         "reopened with the used budgets",
-        "I6",
         ((CALLS, "            **FRESH,\n            **_payload", "            **_payload"),),
     ),
     Mutant(
         "replaced after an attempt",
-        "I11",
         (
             (
                 CALLS,
@@ -100,7 +94,6 @@ ALL = [
     ),
     Mutant(
         "replaced although a claim came in between",
-        "I11",
         (
             (
                 CALLS,
@@ -111,18 +104,16 @@ ALL = [
     ),
     Mutant(
         "a rerun is noted on a row that has just ended",
-        "I9",
         (
             (
                 CALLS,
-                "filter(pk=row.pk, status__in=ACTIVE, generation=row.generation)",
-                "filter(pk=row.pk)",
+                "pk=row.pk, status__in=ACTIVE, generation=row.generation, cancel_requested=False",
+                "pk=row.pk",
             ),
         ),
     ),
     Mutant(
         "published before the commit",
-        "I2",
         (
             (
                 "dispatch.py",
@@ -131,10 +122,24 @@ ALL = [
             ),
         ),
     ),
+    Mutant(
+        "a rerun is accepted although the stop will drop it",
+        (
+            (CALLS, "    if row.cancel_requested:  # the stop", "    if False:  # the stop"),
+            (
+                CALLS,
+                "generation=row.generation, cancel_requested=False",
+                "generation=row.generation",
+            ),
+        ),
+    ),
+    Mutant(
+        "a success answers after its window",
+        ((CALLS, "and holds and not over:", "and holds:"),),
+    ),
     # ---- claim
     Mutant(
         "claimed from RUNNING",
-        "I3",
         (
             (
                 CLAIMS,
@@ -145,12 +150,10 @@ ALL = [
     ),
     Mutant(
         "claimed before run_after",
-        "I9",
         ((CLAIMS, "                run_after__lte=DbNow(),\n", ""),),
     ),
     Mutant(
         "claimed by a message of an older generation",
-        "I9",
         (
             (
                 CLAIMS,
@@ -161,7 +164,6 @@ ALL = [
     ),
     Mutant(
         "arguments are read before the claim",
-        "I11",
         (
             (
                 CLAIMS,
@@ -177,7 +179,6 @@ ALL = [
     ),
     Mutant(
         "the lease comes from the worker's clock",
-        "I3",
         (
             (
                 CLAIMS,
@@ -199,7 +200,6 @@ ALL = [
     ),
     Mutant(
         "a claim without a reply is not looked up",
-        "I3",
         (
             (
                 "runner.py",
@@ -208,10 +208,29 @@ ALL = [
             ),
         ),
     ),
+    Mutant(
+        "claimed although a request waits",
+        ((CLAIMS, "                **UNASKED,\n", ""),),
+        test="test_lifecycle.py::test_claim_while_a_request_waits_takes_nothing",
+    ),
+    Mutant(
+        "a beat revives what has ended",
+        (
+            (
+                CLAIMS,
+                "attempts().filter(pk=fence, outcome=None).update(**changes)",
+                "attempts().filter(pk=fence).update(**changes)",
+            ),
+            (
+                CLAIMS,
+                "skip_locked(attempts().filter(pk=fence, outcome=None)).values_list",
+                "skip_locked(attempts().filter(pk=fence)).values_list",
+            ),
+        ),
+    ),
     # ---- endings
     Mutant(
         "an ending moves a job that is not RUNNING by its attempt",
-        "I6",
         (
             (
                 SETTLING,
@@ -222,8 +241,40 @@ ALL = [
         ),
     ),
     Mutant(
+        "an ending does not ask whether its attempt is open",
+        (
+            (
+                SETTLING,
+                "filter(pk=claim.fence, outcome=None, **guards)",
+                "filter(pk=claim.fence, **guards)",
+            ),
+        ),
+        test="test_lifecycle.py::test_ending_of_an_attempt_that_has_ended_writes_nothing",
+    ),
+    Mutant(
+        "an ending does not ask whether its job is RUNNING",
+        (
+            (
+                LEAVING,
+                "status=Status.RUNNING, attempts=claim.number, **guards)",
+                "attempts=claim.number, **guards)",
+            ),
+        ),
+        test="test_lifecycle.py::test_ending_of_a_job_that_does_not_run_writes_nothing",
+    ),
+    Mutant(
+        "an ending does not ask whether its attempt is the newest",
+        (
+            (
+                LEAVING,
+                "status=Status.RUNNING, attempts=claim.number, **guards)",
+                "status=Status.RUNNING, **guards)",
+            ),
+        ),
+        test="test_lifecycle.py::test_ending_of_a_job_that_has_a_newer_attempt_writes_nothing",
+    ),
+    Mutant(
         "a success forgets the waiting rerun",
-        "I2",
         (
             (
                 SETTLING,
@@ -234,7 +285,6 @@ ALL = [
     ),
     Mutant(
         "giving up forgets the waiting rerun",
-        "I2",
         (
             (
                 LEAVING,
@@ -245,12 +295,10 @@ ALL = [
     ),
     Mutant(
         "a taken up rerun runs in the old generation",
-        "I9",
         ((LEAVING, '        "generation": F("generation") + 1,\n', ""),),
     ),
     Mutant(
         "a taken up rerun has the used budgets",
-        "I6",
         (
             (
                 LEAVING,
@@ -261,12 +309,10 @@ ALL = [
     ),
     Mutant(
         "a failure is not counted",
-        "I6",
         ((SETTLING, 'counted = {"failures": F("failures") + 1, "error"', 'counted = {"error"'),),
     ),
     Mutant(
         "a failure ignores a waiting request",
-        "I9",
         (
             (
                 SETTLING,
@@ -277,23 +323,20 @@ ALL = [
     ),
     Mutant(
         "an interruption ignores on_lost=hold",
-        "I9",
         ((SETTLING, 'if on_lost == "hold" and claim.began:', "if False:"),),
     ),
     Mutant(
         "an ending without a reply is settled again unread",
-        "I6",
         (
             (
                 "runner.py",
-                "if not first and lifecycle.outcome_of(claim.fence) is not None:",
-                "if False:",
+                "outcome = None if first else lifecycle.outcome_of(claim.fence)",
+                "outcome = None",
             ),
         ),
     ),
     Mutant(
         "an atomic job's COMMIT without a reply counts as done",
-        "I",
         (
             (
                 "runner.py",
@@ -306,22 +349,21 @@ ALL = [
     ),
     Mutant(
         "complete() is repeated without its effect",
-        "I1",
         (
             (
                 "runner.py",
-                "    if isinstance(ending, Succeeded):  # it returned",
-                "    if False:  # it returned",
+                "if isinstance(ending, Succeeded) or _is_of_connection(ending):",
+                "if False:",
             ),
         ),
     ),
     Mutant(
         "effect and success in two transactions",
-        "I1",
         (
             (
                 "runner.py",
                 "            if isinstance(ending, Succeeded):\n"
+                "                lifecycle.assert_unbroken(mark)\n"
                 "                status = settle(claim, ending, note, job)\n"
                 "            if status is None:\n"
                 "                raise _UndoError\n"
@@ -334,16 +376,18 @@ ALL = [
     ),
     Mutant(
         "fenced writes without the fence",
-        "a stale attempt",
         (
             ("context.py", "if not lifecycle.lock_open(self.fence):", "if False:"),
-            ("context.py", "if not lifecycle.renew(self.fence, lease=lease):", "if False:"),
+            (
+                "context.py",
+                "if not self.completed and not lifecycle.renew(self.fence, lease=lease):",
+                "if False:",
+            ),
         ),
     ),
     # ---- reclaim
     Mutant(
         "reclaim trusts its earlier look at the lease",
-        "I3",
         (
             (
                 LOSSES,
@@ -353,8 +397,19 @@ ALL = [
         ),
     ),
     Mutant(
+        "reclaim's own UPDATE does not ask for the lease",
+        (
+            (
+                LOSSES,
+                "ended = attempts().filter(expired, pk=fence, outcome=None)",
+                "ended = attempts().filter(pk=fence, outcome=None)",
+            ),
+        ),
+        test="test_lifecycle.py::"
+        "test_reclaim_that_lost_against_a_beat_between_its_look_and_its_update_writes_nothing",
+    ),
+    Mutant(
         "reclaim takes an attempt that has ended",
-        "I6",
         (
             (
                 LOSSES,
@@ -370,7 +425,6 @@ ALL = [
     ),
     Mutant(
         "one witness is enough",
-        "I3",
         (
             (
                 "coordinator.py",
@@ -381,33 +435,27 @@ ALL = [
     ),
     Mutant(
         "a clock set back keeps the dead",
-        "I5",
         (("coordinator.py", "self.overdue < -self.lease and self.still >= self.lease", "False"),),
     ),
     Mutant(
         "a loss is not counted",
-        "I6",
         ((LOSSES, '        counted["lost_count"] = F("lost_count") + 1', "        pass"),),
     ),
     Mutant(
         "a loss ignores max_lost",
-        "I6",
         ((LOSSES, "job.lost_count + 1 >= options.max_lost", "False"),),
     ),
     Mutant(
         "a loss ignores on_lost=hold",
-        "I9",
         ((LOSSES, 'if begun and options.on_lost == "hold":', "if False:"),),
     ),
     Mutant(
         "a loss ignores a waiting cancel",
-        "I9",
         ((LOSSES, "    if job.cancel_requested:", "    if False:"),),
     ),
     # ---- messages
     Mutant(
         "EXISTS proves a queued message",
-        "I5",
         (
             (
                 "coordinator.py",
@@ -420,12 +468,10 @@ ALL = [
     ),
     Mutant(
         "lost messages are not sent again",
-        "I5",
         (("coordinator.py", "+ (self.resend_lost(queue) if sweep else 0)", "+ 0"),),
     ),
     Mutant(
         "a sweep goes on where the last one stopped",
-        "I5",
         (
             (
                 "coordinator.py",
@@ -442,7 +488,6 @@ ALL = [
     # ---- retention
     Mutant(
         "a row that holds its key is pruned",
-        "I1",
         (
             (
                 "lifecycle/retention.py",
@@ -451,10 +496,25 @@ ALL = [
             ),
         ),
     ),
+    Mutant(
+        "a tombstone's arguments are compared",
+        (("keys.py", "    if not stored:\n        return ()\n", ""),),
+    ),
+    Mutant(
+        "run_now asks for a row that was pruned",
+        (("inline.py", "filter(pk=row.pk).first() or row)", "get(pk=row.pk))"),),
+        test="test_run_now.py::"
+        "test_call_whose_row_was_pruned_before_its_run_ended_gets_the_row_as_it_was",
+    ),
+    Mutant(
+        "prune drops a waiting rerun",
+        (("lifecycle/retention.py", "final = ended.filter(rerun_args=None)", "final = ended"),),
+        test="test_retention.py::"
+        "test_dead_row_that_keeps_a_rerun_for_a_person_stays_until_he_takes_it_up",
+    ),
     # ---- lock and operators
     Mutant(
         "the lock is released without its token",
-        "I8",
         (
             (
                 "locks.py",
@@ -465,7 +525,6 @@ ALL = [
     ),
     Mutant(
         "an operator's retry ignores the version",
-        "I2",
         (
             (
                 OPERATORS,
@@ -476,7 +535,6 @@ ALL = [
     ),
     Mutant(
         "an operator's cancel ignores the version",
-        "I2",
         (
             (
                 OPERATORS,
@@ -486,8 +544,23 @@ ALL = [
         ),
     ),
     Mutant(
+        "an operator's retry grows the generation",
+        (
+            (
+                OPERATORS,
+                '        status=Status.PENDING,\n        version=F("version") + 1,\n',
+                '        status=Status.PENDING,\n        version=F("version") + 1,\n'
+                '        generation=F("generation") + 1,\n',
+            ),
+        ),
+    ),
+    Mutant(
+        "an operator's retry takes a tombstone",
+        ((OPERATORS, '.exclude(args="")', ""),),
+        test="test_operations.py::test_retry_of_a_job_without_its_arguments_is_refused",
+    ),
+    Mutant(
         "an operator's retry forgets the waiting rerun",
-        "I9",
         ((OPERATORS, "    if seen.filter(rerun_args=None).update(", "    if seen.update("),),
     ),
 ]

@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 
 from tests.simulation.prepare import prepare
-from tests.simulation.seeds import keep, run_all
+from tests.simulation.seeds import Seen, keep, run_all
 
 
 def main() -> int:
@@ -31,20 +32,28 @@ def main() -> int:
         prepare()
         return _show(options.show)
     seeds = range(options.first, options.first + options.seeds)
-    failed = steps = runs = 0
-    spent, begun = 0.0, time.monotonic()
-    for seed, taken, digest, seconds in run_all(seeds, options.jobs, options.stop):
-        runs, steps, spent = runs + 1, steps + abs(taken), spent + seconds
-        failed += taken < 0
+    runs: list[Seen] = []
+    begun = time.monotonic()
+    for seen in run_all(seeds, options.jobs, options.stop):
+        runs.append(seen)
         if options.digests:
-            print(seed, digest)
-        if failed and options.stop:
+            print(seen.seed, seen.digest)
+        if seen.failed and options.stop:
             if options.keep:
-                keep(seed, options.keep)
+                keep(seen.seed, options.keep)
             break
+    return _summary(runs, time.monotonic() - begun)
+
+
+def _summary(runs: list[Seen], seconds: float) -> int:
+    faults = Counter(kind for seen in runs for kind in seen.happened)
+    print(f"{faults.total()} faults:", ", ".join(f"{n} {kind}" for kind, n in faults.most_common()))
+    failed = sum(seen.failed for seen in runs)
+    spent = max(sum(seen.seconds for seen in runs), 0.001)
+    steps = sum(seen.steps for seen in runs) // len(runs)
     print(
-        f"{runs} runs in {time.monotonic() - begun:.0f} s, {failed} failed; "
-        f"{runs / max(spent, 0.001):.0f} runs per second of one core, {steps // runs} steps each"
+        f"{len(runs)} runs in {seconds:.0f} s, {failed} failed; "
+        f"{len(runs) / spent:.0f} runs per second of one core, {steps} steps each"
     )
     return 1 if failed else 0
 

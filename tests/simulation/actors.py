@@ -105,10 +105,9 @@ def bury(world: World, owner: str, message: str) -> None:
 # ---- the coordinator
 
 
-def coordinate(world: World, every: float, *, prunes: bool) -> None:
+def coordinate(world: World, every: float, *, spared: list[str]) -> None:
     coordinator = Coordinator()
-    if not prunes:
-        coordinator._next["prune"] = math.inf  # a third of a round's cost, for nothing
+    coordinator._next.update(dict.fromkeys(spared, math.inf))
     while True:
         clock.sleep(every)
         try:
@@ -140,6 +139,7 @@ def call(world: World, calls: list[tuple[Any, int, int, str, float]]) -> None:
 
 def _enqueue(world: World, job: Any, key: int, serial: int, how: str) -> None:
     arguments = {"k": key, "n": serial}
+    asked_at = world.db_now()
     match how:
         case "plain":
             outcome = job.enqueue(**arguments)
@@ -157,7 +157,7 @@ def _enqueue(world: World, job: Any, key: int, serial: int, how: str) -> None:
             outcome = job.using(run_after=timedelta(seconds=2)).enqueue(**arguments)
         case _:
             outcome = job.run_now(**arguments)
-    world.observer.answered(outcome.kind.name, outcome.job.pk, outcome.job.key_hash)
+    world.observer.answered(outcome.kind, outcome.job, asked_at)
 
 
 class _RollbackError(Exception):

@@ -144,6 +144,7 @@ class Arrows:
         if was.status == row.status:
             hollowed = not row.args and self._by() == "coordinator"
             self.check(hollowed, f"I9 a {row.status} row was changed")
+            self.check(was.rerun_args is None, "I2 prune dropped a waiting rerun")
             return
         by = self._by()
         job = registry.get(row.name)
@@ -176,6 +177,7 @@ class Arrows:
         self.check(by == "operator", f"I9 {was.status} → {row.status} by {by}")
         self.check((was.status, row.status) in OPERATED, f"I9 {was.status} → {row.status}")
         self._looked_at(was, books)
+        self.check(was.args or row.status != "PENDING", "I9 a tombstone has nothing to run with")
         books.doubt = False
         if row.status == "CANCELLED":
             self._dropped(row, books)
@@ -205,6 +207,7 @@ class Arrows:
             self._accept(row, row.args)
         if "rerun_args" in moved:
             self.check(row.rerun_args is not None, "I2 a waiting rerun vanished")
+            self.check(not was.cancel_requested, "I2 accepted what the stop will drop")
             if row.rerun_args is not None:
                 self._accept(row, row.rerun_args)
         if "cancel_requested" in moved or "hold_requested" in moved:

@@ -7,10 +7,9 @@ fault may happen. Time moves on when all wait.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from tests.simulation.database.base import Line, cut_off
@@ -90,12 +89,10 @@ class Baton:
         self.pending: dict[tuple[str, int], list[Fault]] = defaultdict(list)
         for fault in faults:
             self.pending[fault.point, fault.nth].append(fault)
-        self.happened: list[str] = []
+        self.happened: list[Fault] = []
         self.violations: list[str] = []
         self.errors: list[BaseException] = []
-        self.steps = 0
-        self.trace: deque[str] = deque(maxlen=400)
-        self.digest = hashlib.sha1(usedforsecurity=False)
+        self.trace: list[str] = []
         self.direct: Callable[[], None] = lambda: None
         self.died: Callable[[Process], None] = lambda process: None
 
@@ -216,10 +213,8 @@ class Baton:
             self.switch(actor)
 
     def _note(self, what: str) -> None:
-        line = f"{self.now - START:>7} {self.current.name if self.current else '':<12} {what}"
-        self.steps += 1
-        self.trace.append(line)
-        self.digest.update(line.encode())
+        name = self.current.name if self.current else ""
+        self.trace.append(f"{self.now - START:>7} {name:<12} {what}")
 
     def after(self, seconds: float) -> int:
         """

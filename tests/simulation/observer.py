@@ -11,7 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from dedupjobs import registry
-from dedupjobs.models import ACTIVE, FINAL, WAITING
+from dedupjobs.models import ACTIVE, FINAL, WAITING, Kind, ProcessedJob
 from dedupjobs.registry import FOREVER
 from tests.simulation import stage
 from tests.simulation.arrows import Arrows
@@ -52,14 +52,13 @@ class Observer(Arrows):
 
     def look(self, line: Line) -> None:
         """Compare the tables with how they were; called after the commit that wrote them."""
-        rows = {row[0]: Row._make(row) for row in line.read(ROWS)}
-        tries = {row[0]: Try._make(row) for row in line.read(TRIES)}
+        old_rows, old_tries = self.rows, self.tries
+        rows, tries = self._read(line)
         now = self.world.db_now()
         first, last = self.span.pop(line, (now, now))
         self.earliest, now = min(now, first), max(now, last)
-        old_rows, old_tries = self.rows, self.tries
-        self.rows, self.tries = rows, tries
-        self._effects(line, old_tries)
+        if "simulation_effect" in line.dirty:
+            self._effects(line, old_tries)
         for pk, attempt in tries.items():
             before = old_tries.get(pk)
             if before != attempt:
@@ -72,6 +71,14 @@ class Observer(Arrows):
                 self.sent.add(row.dispatch_id)
             if was != row:
                 self._row(was, row, old_tries, now)
+
+    def _read(self, line: Line) -> tuple[dict[int, Row], dict[int, Try]]:
+        """Read the tables that were written."""
+        if "dedupjobs_processedjob" in line.dirty:
+            self.rows = {row[0]: Row._make(row) for row in line.read(ROWS)}
+        if "dedupjobs_jobattempt" in line.dirty:
+            self.tries = {row[0]: Try._make(row) for row in line.read(TRIES)}
+        return self.rows, self.tries
 
     def idempotency(self, job_pk: int, generation: int, key: str) -> None:
         """Note the key that user code hands to others."""
@@ -96,15 +103,24 @@ class Observer(Arrows):
         ended = all(a.outcome for a in self.tries.values() if a.owner == owner)
         self.check(mine or ended, f"I8 {self._by()} deleted the lock of {owner} by {command}")
 
-    def answered(self, kind: str, job_pk: int, key_hash: str) -> None:
-        """Note what a caller was told: a run that follows because of the call was accepted."""
+    def answered(self, kind: Kind, row: ProcessedJob, asked_at: int) -> None:
+        """
+        Note what a caller was told: a run that follows because of the call was accepted.
+
+        ``asked_at``: the database's moment when the call began.
+        """
         process = self.world.current.process.name if self.world.current else ""
-        self.answers.append((kind, job_pk, key_hash))
-        if kind in ("CREATED", "REPLACED"):
+        self.answers.append((kind.name, row.pk, row.key_hash))
+        if kind in (Kind.CREATED, Kind.REPLACED):
             self.check(
-                self.owed[process, job_pk] > 0, f"I2 {kind} was answered, but nothing accepted"
+                self.owed[process, row.pk] > 0,
+                f"I2 {kind.name} was answered, but nothing accepted",
             )
-        self.owed[process, job_pk] = 0
+        self.owed[process, row.pk] = 0
+        if kind is Kind.REPLAYED:
+            until = row.unique_until
+            over = until and stage.milliseconds_of(until) + self.world.jumps <= asked_at
+            self.check(not over, "I1 a success was replayed after its window")
 
     def ran_with(self, fence: int, args: str) -> None:
         """User code of a live attempt runs with these arguments: what I11 and I12 are about."""
@@ -163,6 +179,9 @@ class Observer(Arrows):
                 self.earliest - 1 <= granted <= now + 1,
                 f"I3 the lease of attempt {attempt.number} is not of the database's clock",
             )
+        if was and was.outcome:
+            noted = was._replace(late_ending=attempt.late_ending, outcome=attempt.outcome)
+            self.check(attempt == noted, f"I6 the ended attempt {attempt.number} was changed")
         if attempt.late_ending:
             self.check(
                 attempt.late_ending != attempt.outcome,
@@ -225,7 +244,7 @@ class Observer(Arrows):
         )
         still = self.world.now - books.beats[was.id][1]
         needed = lease if ahead else lease / 3
-        jumped = any("process clock" in fault for fault in self.world.happened)
+        jumped = any(fault.kind == "process clock jumps" for fault in self.world.happened)
         if not jumped:
             self.check(
                 still >= needed - SLACK,

@@ -5,13 +5,17 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 
 import django
+from django.db import connections
 
 
 def prepare() -> None:
     """Set Django up, make the tables, and do what would make a first run unlike a second."""
     os.environ["DJANGO_SETTINGS_MODULE"] = "tests.simulation.settings"
+    # Django's own, by asgiref, asks for an event loop at each access.
+    connections._connections = threading.local()
     django.setup()
     logging.disable(logging.CRITICAL)
     _make_tables()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import traceback
 from dataclasses import dataclass
@@ -17,11 +18,17 @@ from tests.simulation.jobs import ALL, WEIGHTS
 from tests.simulation.observer import Observer
 from tests.simulation.world import World
 
-TICK = 2.0  # seconds between two rounds of a coordinator
+TICKS = (2.0, 3.0, 4.0)  # seconds between two rounds of a coordinator: one of these in a run
+LATE = 9.0  # seconds after which most runs are over
+KEPT = 400  # lines of a trace
 TABLES = (
     *("dedupjobs_operation", "dedupjobs_duplicatesample", "dedupjobs_duplicatecount"),
     *("dedupjobs_jobattempt", "dedupjobs_processedjob", "simulation_effect", "sqlite_sequence"),
 )
+
+
+DUTIES = {"prune": 0.1, "fold": 0.25}
+"""Duties of a coordinator that cost much, and in which part of the runs it has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +53,7 @@ class Result:
     digest: str
     steps: int
     milliseconds: int
-    happened: tuple[str, ...]
+    happened: tuple[Fault, ...]
     cast: tuple[str, ...]
     trace: tuple[str, ...]
     errors: tuple[str, ...]
@@ -81,11 +88,11 @@ def run(plan: Plan) -> Result:
     return Result(
         plan=plan,
         violations=tuple(world.violations),
-        digest=world.digest.hexdigest(),
-        steps=world.steps,
+        digest=hashlib.sha1("\n".join(world.trace).encode()).hexdigest(),
+        steps=len(world.trace),
         milliseconds=world.now - START,
         happened=tuple(world.happened),
-        trace=tuple(world.trace),
+        trace=tuple(world.trace[-KEPT:]),
         cast=tuple(world.processes),
         errors=tuple("".join(traceback.format_exception(error)) for error in world.errors),
     )
@@ -114,7 +121,8 @@ class _Director:
         world.died = self.died
         self.storm_until = world.now + 1000 * world.chance.choice((4, 8, 16))
         self.blocking_move = world.chance.random() < 0.5
-        self.prunes = world.chance.random() < 0.1
+        self.tick = world.chance.choice(TICKS)
+        self.spared = [duty for duty, run in DUTIES.items() if world.chance.random() >= run]
         self.buries = world.chance.random() < 0.5
         self.callers = self._cast()
 
@@ -122,6 +130,7 @@ class _Director:
         world, chance = self.world, self.world.chance
         jobs = chance.choices(ALL, WEIGHTS, k=chance.choice((1, 1, 2)))
         callers = []
+        late = chance.random() < 0.25  # once all is over, all call at the same moment
         serial = 0
         for _ in range(chance.choice((1, 2, 2))):
             calls = []
@@ -134,8 +143,9 @@ class _Director:
                     ways.append("now")
                 pause = chance.choice((0.0, 0.0, 0.5, 1.0, 2.0, 4.0))
                 calls.append((job, 1, number, chance.choice(ways), pause))
-            if chance.random() < 0.25:  # comes when all is over
-                calls.append((chance.choice(jobs), 1, serial + 100, "plain", 6.0))
+            if late:
+                pause = LATE - sum(pause for *_, pause in calls)
+                calls.append((jobs[0], 1, serial + 100, "plain", pause))
             callers.append(self._start("caller", lambda p, c=calls: actors.call(world, c)))
         for _ in range(chance.choice((1, 2, 2, 3))):
             self._start("worker", self._worker)
@@ -157,7 +167,7 @@ class _Director:
     def _start(self, kind, body, after=0.0):
         world = self.world
         process = world.process(kind)
-        if process.name in self.plan.without:
+        if process.name in self.plan.without and not after:  # successors always come
             return None
 
         def act() -> None:
@@ -172,7 +182,7 @@ class _Director:
         actors.worker(self.world, process, self.blocking_move)
 
     def _coordinator(self, process: Process) -> None:
-        actors.coordinate(self.world, TICK, prunes=self.prunes)
+        actors.coordinate(self.world, self.tick, spared=self.spared)
 
     # ---- called by the world
 
@@ -214,7 +224,7 @@ class _Director:
         last = max(
             [world.now, *(max(a.process.paused_until, a.stalled_until) for a in world.actors)]
         )
-        self.deadline = last + bound() + world.observer.longest_wait()
+        self.deadline = last + bound(self.tick) + world.observer.longest_wait()
         if world.chance.random() < 0.5:
             self._start("operator", lambda p: actors.relieve(world))
 
@@ -234,7 +244,7 @@ class _Director:
         world.end()
 
 
-def bound() -> int:
+def bound(tick: float) -> int:
     """
     Return the milliseconds of the quiet phase after which every job must have ended (I5).
 
@@ -243,4 +253,4 @@ def bound() -> int:
     """
     setting = conf.get()
     waits = setting.RECLAIM_EVERY + setting.LEADER_TTL + setting.RESEND_AFTER
-    return round(LEASE * 4 / 3 + 1000 * (waits + actors.EXECUTION_TTL + 4 + 4 + 2 * 3 + 6 * TICK))
+    return round(LEASE * 4 / 3 + 1000 * (waits + actors.EXECUTION_TTL + 4 + 4 + 2 * 3 + 6 * tick))

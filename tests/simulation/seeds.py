@@ -7,15 +7,23 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
-from tests.simulation.known import is_known
 from tests.simulation.prepare import prepare
 
 TAIL = 60  # lines of a trace that are printed
 CHUNK = 25  # seeds that a process gets at a time
 
-Seen = tuple[int, int, str, float]
-"""Seed, steps (negative if it failed), digest, seconds of CPU; failures have been printed."""
+
+class Seen(NamedTuple):
+    """A run, whose failure was printed; ``happened``: the kinds of its faults."""
+
+    seed: int
+    failed: bool
+    steps: int
+    digest: str
+    seconds: float  # of CPU
+    happened: tuple[str, ...]
 
 
 def run_all(seeds: range, jobs: int, stop: bool) -> Iterator[Seen]:
@@ -46,22 +54,28 @@ def _some(seeds: range, stop: bool) -> list[Seen]:
 
 
 def _one(plan: object, stop: bool) -> Seen:
-    """Run a plan; steps are negative if it failed."""
+    """Run a plan; print why it failed, and keep it unless ``stop``."""
     from tests.simulation.run import run
     from tests.simulation.shrink import remember, shrink
 
     begun = time.process_time()
     result = run(plan)
     seconds = time.process_time() - begun
-    seed = result.plan.seed
-    if not result.violations or is_known(result.violations[0]):
-        return seed, result.steps, result.digest, seconds
-    print(f"seed {seed}: {result.violations[0]}  {list(result.happened)}", flush=True)
-    if not stop:
-        small = shrink(result)
-        print(small.text(TAIL), flush=True)
-        remember(small)
-    return seed, -result.steps, result.digest, seconds
+    if result.violations:
+        happened = "; ".join(map(str, result.happened))
+        print(f"seed {result.plan.seed}: {result.violations[0]}  [{happened}]", flush=True)
+        if not stop:
+            small = shrink(result)
+            print(small.text(TAIL), flush=True)
+            remember(small)
+    return Seen(
+        seed=result.plan.seed,
+        failed=bool(result.violations),
+        steps=result.steps,
+        digest=result.digest,
+        seconds=seconds,
+        happened=tuple(fault.kind for fault in result.happened),
+    )
 
 
 def keep(seed: int, file: str) -> None:

@@ -73,7 +73,12 @@ def text_of(milliseconds: int) -> str:
 
 def moment_of(text: str) -> int:
     """Return the milliseconds of what the database has written."""
-    return round((datetime.fromisoformat(text) - EPOCH).total_seconds() * 1000)
+    return milliseconds_of(datetime.fromisoformat(text))
+
+
+def milliseconds_of(moment: datetime) -> int:
+    """Return the milliseconds of a moment in UTC, aware or not."""
+    return round((moment.replace(tzinfo=None) - EPOCH).total_seconds() * 1000)
 
 
 def utc(milliseconds: int) -> datetime:

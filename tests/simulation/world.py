@@ -41,7 +41,7 @@ class World(Baton):
 
     def _happen(self, fault: Fault, actor: Actor) -> None:
         self._note(f"FAULT {fault.kind} {fault.amount or ''}")
-        self.happened.append(str(fault))
+        self.happened.append(fault)
         happenings.happen(self, fault, actor)
 
     # ---- the clock
@@ -169,8 +169,8 @@ class World(Baton):
 
     def _committed(self, line: Line) -> None:
         if line.dirty:
-            line.dirty = False
             self.observer.look(line)
+            line.dirty.clear()
 
     def rolled_back(self, line: Line) -> None:
         if self.writer is line:

@@ -28,7 +28,7 @@ class Line:
 
     def __init__(self) -> None:
         self.raw: sqlite3.Connection | None = None  # while its transaction is open
-        self.dirty = False  # whether that has written what the observer watches
+        self.dirty: set[str] = set()  # tables that it has written and the observer watches
         self.broken = False  # whether the server is gone: nothing but close() works
 
     def cursor(self, factory: Any = None) -> Cursor:
@@ -44,12 +44,15 @@ class Line:
             self.raw = None
 
     def rollback(self) -> None:
-        self.dirty = False
+        self.dirty.clear()
         if self.raw is not None:
             self.raw.rollback()
             self.raw = None
 
     def interrupt(self) -> None: ...
+
+    def getlimit(self, category: int) -> int:
+        return _raw[0].getlimit(category)
 
     def read(self, query: str, *params: Any) -> list[Any]:
         """Read what is committed; for the observer."""
@@ -74,7 +77,7 @@ class Cursor(base.SQLiteCursorWrapper):
         if line.broken:
             raise sqlite3.OperationalError("the server closed the connection unexpectedly")
         if query[:6] in ("INSERT", "UPDATE", "DELETE"):
-            line.dirty = line.dirty or any(table in query for table in WATCHED)
+            line.dirty.update(table for table in WATCHED if table in query)
             if line.raw is None:
                 return world.autocommit(line, self._alone(query, params))
         else:
@@ -101,8 +104,13 @@ class Cursor(base.SQLiteCursorWrapper):
         return rows or super().fetchall()
 
 
+class Operations(base.DatabaseOperations):
+    compiler_module = "tests.simulation.database.compiler"
+
+
 class DatabaseWrapper(base.DatabaseWrapper):
     connection: Line
+    ops_class = Operations
 
     def get_new_connection(self, conn_params: dict[str, Any]) -> Line:
         if stage.world is not None:
