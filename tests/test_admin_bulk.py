@@ -17,8 +17,8 @@ from dedupjobs import bulk, clock, dispatch, lifecycle, locks, operations, runne
 from dedupjobs.models import BulkOperation, BulkRefusal, Operation, ProcessedJob, Status
 from dedupjobs.testing import run_pending
 from tests.admin_rows import address, everything, fresh, make
-from tests.rows import at
-from tests.sides import locked, needs_row_locks
+from tests.rows import Held, at
+from tests.sessions import needs_row_locks
 
 pytestmark = pytest.mark.django_db
 committing = pytest.mark.django_db(transaction=True)
@@ -195,7 +195,7 @@ def test_rows_that_an_action_does_not_fit_are_refused_with_the_reason(boss: User
 def test_row_in_somebodys_transaction_is_passed_over(boss: User) -> None:
     free, busy = make(Status.DEAD), make(Status.DEAD)
     started = start(boss)
-    with locked(busy):
+    with Held(busy):
         assert bulk.page(started.pk) == ""
     assert (fresh(free).status, fresh(busy).status) == ("PENDING", "DEAD")
     assert BulkRefusal.objects.get().words == str(bulk.IN_USE)
