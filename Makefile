@@ -13,9 +13,9 @@ MINUTES ?=
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest -n 2
-APART := $(patsubst %,--ignore=tests/%,simulation mutants faults)
+APART := $(patsubst %,--ignore=tests/%,simulation mutants faults browser)
 
-.PHONY: help demo test simulate mutants verify mariadb faults campaign growth exhaustive check lint types layers migrations format bench bench-faults wheel clean
+.PHONY: help demo test browser simulate mutants verify mariadb faults campaign growth exhaustive check lint types layers migrations format bench bench-faults wheel clean
 
 help: ## List these commands
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -28,8 +28,11 @@ demo: $(VENV)/.demo ## Run the sample shop under fire; ONCE=1 ends after the res
 	ONCE=$(ONCE) $(BIN)/python -m project.demo
 
 test: $(VENV)/.test ## Run the suite on SQLite, then on PostgreSQL
-	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) -m 'not large' --ignore=tests/faults $(ARGS)
+	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) -m 'not large' --ignore=tests/faults --ignore=tests/browser $(ARGS)
 	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) -m 'not large' $(APART) $(ARGS)
+
+browser: $(VENV)/.test ## Click through the admin in Chromium, which the machine must have
+	DEDUPJOBS_TEST_DB=sqlite DEDUPJOBS_REQUIRE_BROWSER=1 $(BIN)/python -m pytest tests/browser $(ARGS)
 
 mariadb: $(VENV)/.test ## Run suite and proofs on MariaDB, which the machine must have
 	DEDUPJOBS_TEST_DB=mariadb $(PYTEST) $(APART) $(ARGS)

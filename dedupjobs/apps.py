@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from django.apps import AppConfig
+from django.apps import AppConfig, apps
 from django.utils.module_loading import autodiscover_modules
 from django.utils.translation import gettext_lazy as _
 
@@ -12,6 +12,9 @@ class DedupjobsConfig(AppConfig):
 
     def ready(self) -> None:
         from dedupjobs import checks, conf, herald, ledger, logs  # noqa: PLC0415 - models are loaded by now
+
+        if apps.is_installed("django.contrib.admin"):
+            from dedupjobs import bulk  # noqa: F401, PLC0415 - it has a job of its own
 
         checks.register_all()
         logs.connect()

@@ -154,6 +154,25 @@ def peek(key_hash: str) -> Known | None:
     return _l1.get(key_hash)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """An entry of Redis as it stands there: its row's version, and the seconds until it ends."""
+
+    version: int
+    ttl: float
+
+
+def stored(key_hash: str) -> Stored | None:
+    """Return what Redis has of a key, for people who look; raises RedisError."""
+    with client().deadline(conf.get().LOCK_TIMEOUT):
+        pipe = client().redis.pipeline(transaction=False)
+        pipe.get(entry_key(key_hash))
+        pipe.pttl(entry_key(key_hash))
+        raw, milliseconds = pipe.execute()
+    known = None if raw is None else _decoded(key_hash, raw)
+    return Stored(version=known.stamp.version, ttl=milliseconds / 1000) if known else None
+
+
 def is_on() -> bool:
     """Whether the project has a status cache."""
     return conf.get().STATUS_CACHE is not None

@@ -48,6 +48,15 @@ class Settings:
     MAX_PAYLOAD: int = 64 * 1024
     MAX_RESULT: int = 64 * 1024
     MAX_TRACEBACK: int = 16 * 1024
+    REDACT: tuple[str, ...] = (  # parts of argument names whose values nobody sees
+        "password",
+        "passwd",
+        "secret",
+        "token",
+        "api_key",
+        "apikey",
+        "credential",
+    )
     DEFAULTS: Mapping[str, Any] = field(default_factory=dict)  # option defaults for all jobs
 
 
@@ -79,6 +88,12 @@ def problems() -> Iterator[str]:
             yield f"DEDUPJOBS[{name!r}] = {value!r}: {wrong}"
 
 
+_TUPLES = {
+    "AUTODISCOVER": 'module names, for example ("jobs",)',
+    "REDACT": 'parts of argument names, for example ("password", "token")',
+}
+
+
 def _wrong(name: str, value: Any, kind: str) -> str:
     """Return why ``value`` does not fit, or an empty string."""
     if kind == "float":
@@ -92,9 +107,9 @@ def _wrong(name: str, value: Any, kind: str) -> str:
         return "" if isinstance(value, bool) else "give True or False."
     if kind.startswith("str"):
         return _wrong_text(name, value, may_be_none=kind.endswith("None"))
-    if name == "AUTODISCOVER":
+    if kind.startswith("tuple"):
         fits = isinstance(value, (tuple, list)) and all(isinstance(v, str) for v in value)
-        return "" if fits else 'give a tuple of module names, for example ("jobs",).'
+        return "" if fits else f"give a tuple of {_TUPLES[name]}."
     return "" if isinstance(value, Mapping) else "give a dict of @job options."
 
 

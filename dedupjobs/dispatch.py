@@ -192,6 +192,90 @@ def view(queue: str, *, count: int) -> QueueView:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """
+    Where one RQ id stands on its queue's server.
+
+    ``place``: from 0, of ``length`` in the queue; None: not among the first TRACED. ``registries``:
+    RQ's registries that name it. ``status``: what its hash says; None: there is no hash.
+    """
+
+    place: int | None
+    length: int
+    popped: bool
+    started: bool
+    registries: tuple[str, ...]
+    status: str | None
+
+    @property
+    def alive(self) -> bool:
+        """Whether a worker has it or will get it."""
+        return self.place is not None or self.popped or self.started
+
+    @property
+    def leftover(self) -> bool:
+        """Whether a registry or list names a message that has no hash."""
+        named = self.alive or self.registries
+        return bool(named) and self.status is None
+
+
+TRACED = 10_000  # ids of a queue that are searched for one
+
+
+def trace(queue: str, dispatch_id: str) -> Trace:
+    """Look for one message, at a bounded cost; raises RedisError, UnknownQueue."""
+    producer = _producer(queue)
+    rq_queue = producer.queue
+    with producer.deadline(conf.get().LOCK_TIMEOUT):
+        pipe = producer.client.pipeline(transaction=False)
+        pipe.lpos(rq_queue.key, dispatch_id, maxlen=TRACED)
+        pipe.llen(rq_queue.key)
+        pipe.lpos(rq_queue.intermediate_queue_key, dispatch_id, maxlen=TRACED)
+        pipe.zrange(rq_queue.started_job_registry.key, 0, TRACED)
+        pipe.hget(f"rq:job:{dispatch_id}", "status")
+        for name in _REGISTRIES:
+            pipe.zscore(f"rq:{name}:{queue}", dispatch_id)
+        place, length, popped, started, status, *scores = pipe.execute(raise_on_error=False)
+    return Trace(
+        place=place if isinstance(place, int) else None,
+        length=length if isinstance(length, int) else 0,
+        popped=isinstance(popped, int),
+        started=dispatch_id in {_text(i).partition(":")[0] for i in _listed(started)},
+        registries=tuple(
+            name
+            for name, score in zip(_REGISTRIES, scores, strict=True)
+            if isinstance(score, float)
+        ),
+        status=_text(status) if isinstance(status, (bytes, str)) else None,
+    )
+
+
+_REGISTRIES = ("finished", "failed", "deferred", "scheduled", "canceled")
+
+
+def _listed(answer: Any) -> list[Any]:
+    return answer if isinstance(answer, list) else []
+
+
+def forget(queue: str, dispatch_id: str) -> None:
+    """Remove a message from its queue, and what RQ's registries keep of it; raises RedisError."""
+    producer = _producer(queue)
+    started = producer.queue.started_job_registry.key
+    with producer.deadline(conf.get().LOCK_TIMEOUT):
+        executions = producer.client.zrange(started, 0, TRACED)
+        pipe = producer.client.pipeline(transaction=False)
+        pipe.lrem(producer.queue.key, 0, dispatch_id)
+        pipe.lrem(producer.queue.intermediate_queue_key, 0, dispatch_id)
+        for execution in _listed(executions):
+            if _text(execution).partition(":")[0] == dispatch_id:
+                pipe.zrem(started, execution)
+        for name in _REGISTRIES:
+            pipe.zrem(f"rq:{name}:{queue}", dispatch_id)
+        pipe.delete(f"rq:job:{dispatch_id}")
+        pipe.execute()
+
+
 def in_queue(queue: str, dispatch_id: str, *, within: int) -> bool:
     """Return whether the id stands among the first ``within`` of the queue; raises RedisError."""
     producer = _producer(queue)

@@ -112,6 +112,15 @@ class ProcessedJob(models.Model):
     class Meta:
         verbose_name = _("job")
         verbose_name_plural = _("jobs")
+        default_permissions = ("view",)
+        permissions = [
+            ("retry_processedjob", _("Can retry jobs")),
+            ("cancel_processedjob", _("Can cancel jobs")),
+            ("hold_processedjob", _("Can hold and unhold jobs")),
+            ("free_processedjob", _("Can free locks and messages")),
+            ("purge_processedjob", _("Can purge jobs")),
+            ("arguments_processedjob", _("Can view arguments and results")),
+        ]
         indexes = [
             models.Index(fields=["status", "dispatched_at", "run_after"], name="dedupjobs_due"),
             models.Index(fields=["status", "finished_at"], name="dedupjobs_final"),
@@ -120,6 +129,11 @@ class ProcessedJob(models.Model):
             models.Index(fields=["scope", "key"], name="dedupjobs_key"),
             models.Index(fields=["dispatch_id"], name="dedupjobs_dispatch"),
             models.Index(fields=["duplicates"], name="dedupjobs_duplicates"),
+            models.Index(fields=["enqueued_at"], name="dedupjobs_age"),
+            # PostgreSQL looks prefixes up only in an index of this class; others ignore it.
+            models.Index(
+                fields=["key"], name="dedupjobs_prefix", opclasses=["varchar_pattern_ops"]
+            ),
         ]
 
     def __str__(self) -> str:
@@ -180,6 +194,7 @@ class JobAttempt(models.Model):
     class Meta:
         verbose_name = _("attempt")
         verbose_name_plural = _("attempts")
+        default_permissions = ("view",)
         constraints = [
             models.UniqueConstraint(fields=["job", "number"], name="dedupjobs_one_per_number")
         ]
@@ -214,6 +229,7 @@ class DuplicateCount(models.Model):
     class Meta:
         verbose_name = _("duplicate count")
         verbose_name_plural = _("duplicate counts")
+        default_permissions = ("view",)
         constraints = [
             models.UniqueConstraint(fields=["name", "cause"], name="dedupjobs_one_per_cause")
         ]
@@ -236,6 +252,7 @@ class DuplicateSample(models.Model):
     class Meta:
         verbose_name = _("duplicate")
         verbose_name_plural = _("duplicates")
+        default_permissions = ("view",)
 
     def __str__(self) -> str:
         return f"{self.job_id} {self.cause}"
@@ -247,8 +264,57 @@ class Fold(models.Model):
     token = models.CharField(max_length=64, unique=True)
     at = UtcDateTimeField()
 
+    class Meta:
+        default_permissions = ()
+
     def __str__(self) -> str:
         return self.token
+
+
+class BulkOperation(models.Model):
+    """
+    One action on all rows that match a filter; a job of ours does it, a page at a time.
+
+    ``cursor`` moves in the transaction of each page, so a run that dies goes on where it was.
+    """
+
+    action = models.CharField(_("action"), max_length=12)
+    criteria = models.TextField(_("filter"), help_text=_("JSON."))
+    by = models.CharField(_("by"), max_length=200)
+    user_pk = models.CharField(max_length=64)
+    reason = models.TextField(_("reason"))
+    limit = models.PositiveIntegerField(_("attempt limit"), null=True, blank=True)
+    upto = models.PositiveBigIntegerField(default=0, help_text=_("Rows made later are left alone."))
+    cursor = models.PositiveBigIntegerField(default=0)
+    total = models.PositiveIntegerField(_("rows"), null=True, blank=True)
+    changed = models.PositiveIntegerField(_("changed"), default=0)
+    refused = models.PositiveIntegerField(_("left as they were"), default=0)
+    stopped_by = models.CharField(_("stopped by"), max_length=200, blank=True)
+    note = models.TextField(_("note"), blank=True)
+    created_at = UtcDateTimeField(_("created"))
+    ended_at = UtcDateTimeField(_("ended"), null=True, blank=True)
+
+    class Meta:
+        verbose_name = _("bulk operation")
+        verbose_name_plural = _("bulk operations")
+        default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return f"{self.action} by {self.by}"
+
+
+class BulkRefusal(models.Model):
+    """A row that a bulk operation left as it was, and why."""
+
+    bulk = models.ForeignKey(BulkOperation, models.CASCADE, related_name="refusals")
+    job_pk = models.PositiveBigIntegerField(_("row"))
+    words = models.TextField(_("why"))
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return f"{self.job_pk}: {self.words}"
 
 
 class Operation(models.Model):
@@ -261,10 +327,14 @@ class Operation(models.Model):
     before = models.CharField(_("before"), max_length=10, choices=Status.choices)
     after = models.CharField(_("after"), max_length=10, choices=Status.choices)
     at = UtcDateTimeField(_("at"))
+    bulk = models.ForeignKey(
+        BulkOperation, models.SET_NULL, null=True, blank=True, related_name="operations"
+    )
 
     class Meta:
         verbose_name = _("operation")
         verbose_name_plural = _("operations")
+        default_permissions = ("view",)
 
     def __str__(self) -> str:
         return f"{self.job_id} {self.action} by {self.by}"

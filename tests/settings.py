@@ -26,13 +26,18 @@ INSTALLED_APPS = [
     "django.contrib.sessions",
     "django.contrib.messages",
     "django.contrib.admin",
+    "django.contrib.staticfiles",
     "django_rq",
     "dedupjobs",
     "tests.app",
 ]
+if ENV("DEDUPJOBS_TEST_UNFOLD"):
+    INSTALLED_APPS.insert(0, "unfold")
 MIGRATION_MODULES = {"testapp": None}
 MIDDLEWARE = [
+    "tests.csp.middleware",
     "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.locale.LocaleMiddleware",
     "django.middleware.csrf.CsrfViewMiddleware",
     "django.contrib.auth.middleware.AuthenticationMiddleware",
     "django.contrib.messages.middleware.MessageMiddleware",

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from uuid import UUID
 
 import pytest
+import redis
 from django.contrib import admin
 from django.contrib.auth.models import Permission, User
 from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
+from dedupjobs import job as register
+from dedupjobs import locks
 from dedupjobs.clock import DbNow
 from dedupjobs.models import (
     AttemptOutcome,
+    BulkOperation,
     Cause,
     DuplicateCount,
     DuplicateSample,
@@ -23,10 +28,11 @@ from dedupjobs.models import (
     ProcessedJob,
     Status,
 )
+from tests.admin_rows import expired, make, try_of
 
 pytestmark = pytest.mark.django_db
 
-MODELS = (ProcessedJob, JobAttempt, DuplicateCount, DuplicateSample, Operation)
+MODELS = (ProcessedJob, JobAttempt, DuplicateCount, DuplicateSample, Operation, BulkOperation)
 NASTY = "<script>alert('key')</script>"
 WRITES = re.compile(r"\b(INSERT|UPDATE|DELETE|REPLACE)\b")
 
@@ -69,6 +75,10 @@ def fill(number: int, *, attempts: int = 3) -> None:
         )
         for row in rows
         for n in range(1, attempts + 1)
+    )
+    BulkOperation.objects.bulk_create(
+        BulkOperation(action="retry", criteria="{}", by=NASTY, reason=NASTY, created_at=DbNow())
+        for _ in rows
     )
     for i, row in enumerate(rows):
         DuplicateCount.objects.create(
@@ -203,21 +213,180 @@ def test_markup_in_a_key_is_shown_as_text(admin_client: Client, model: type[Any]
             assert "&lt;script&gt;alert(&#x27;key&#x27;)&lt;/script&gt;" in text
 
 
-def test_search_finds_a_job_by_its_exact_key_or_rq_id(admin_client: Client) -> None:
-    fill(3)
-    ProcessedJob.objects.filter(key_hash=f"{1:064}").update(key="the one", dispatch_id="dedup_1")
-    for question in ("the one", "dedup_1", f"{1:064}"):
-        page = admin_client.get(url_of(ProcessedJob), {"q": f'"{question}"'})
-        assert b"the one" in page.content
-        assert page.content.count(b'class="field-name"') == 1
+def found(client: Client, **query: str) -> set[str]:
+    """Return the keys on the first page of the list."""
+    page = client.get(url_of(ProcessedJob), query)
+    assert page.status_code == 200, query
+    return {row.key for row in page.context["cl"].result_list}
+
+
+def test_search_finds_a_job_by_what_people_have_at_hand(admin_client: Client) -> None:
+    one = make(key="pay:7", dispatch_id="dedupjobs_1", args='{"order_id":7,"x":1}')
+    make(key="pay:71", args='{"order_id":71}')
+    make(key="other", args='{"order_id":"7"}')
+    make(key="50%_", args='{"text":"order_id=7"}')
+    for question in (one.key_hash, "dedupjobs_1", '"pay:7"', str(one.pk), " dedupjobs_1 "):
+        assert found(admin_client, q=question) == {"pay:7"}, question
+    assert found(admin_client, q="pay:") == {"pay:7", "pay:71"}
+    assert found(admin_client, q="order_id=7") == {"pay:7", "other"}
+    assert found(admin_client, q="text=order_id=7") == {"50%_"}
+    assert found(admin_client, q="50%") == {"50%_"}
+    assert found(admin_client, q="5%") == found(admin_client, q="PAY:") == set()
+    assert found(admin_client, q='"pay:"') == found(admin_client, q="order_id=") == set()
+
+
+@pytest.mark.parametrize(
+    ("value", "stored"),
+    [
+        ("7", "7"),
+        ("7", '"7"'),
+        ("7.50", '{"$":"decimal","v":"7.50"}'),
+        ("true", "true"),
+        ("null", "null"),
+        ("Zoë", '"Zo\\u00eb"'),
+        ('say "hi"', '"say \\"hi\\""'),
+        (str(UUID(int=7)), f'{{"$":"uuid","v":"{7:032x}"}}'),
+    ],
+)  # fmt: skip
+def test_search_knows_how_an_argument_is_stored(
+    admin_client: Client, value: str, stored: str
+) -> None:
+    make(key="it", args=f'{{"value":{stored}}}')
+    make(key="not it", args='{"value":"something else"}')
+    assert found(admin_client, q=f"value={value}") == {"it"}
+
+
+def test_search_for_a_redacted_argument_finds_nothing(admin_client: Client) -> None:
+    make(key="it", args='{"api_token":"secret"}')
+    assert found(admin_client, q="api_token=secret") == set()
+
+
+def test_search_for_an_argument_reads_a_bounded_number_of_rows(
+    admin_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dedupjobs.criteria.SEARCHED", 3)
+    for i in range(5):
+        make(key=f"{i}", args='{"order_id":7}')
+    assert found(admin_client, q="order_id=7") == {"2", "3", "4"}
+
+
+def test_filters_find_what_they_name(admin_client: Client) -> None:
+    stuck, silent, busy = (make(Status.RUNNING, key=k) for k in ("stuck", "silent", "busy"))
+    expired(stuck)
+    ProcessedJob.objects.filter(pk=silent.pk).update(name="admin.quiet")
+    JobAttempt.objects.filter(job=silent).update(active_at=DbNow(-90))
+    lost = make(Status.DEAD, key="lost", queue="low", scope="acme", enqueued_at=DbNow(-7_200))
+    try_of(lost, outcome="LOST", ended_at=DbNow())
+    failed = make(Status.DEAD, key="failed", duplicates=3)
+    try_of(failed, outcome="FAILED", ended_at=DbNow(), error_class="builtins.ValueError")
+    again = make(Status.DEAD, key="again")
+    try_of(again, outcome="FAILED", ended_at=DbNow(), error_class="builtins.ValueError")
+    try_of(again, outcome="FAILED", ended_at=DbNow(), error_class="shop.errors.Declined")
+    assert busy.status == "RUNNING"
+    for query, keys in {
+        ("state", "DEAD"): {"lost", "failed", "again"},
+        ("condition", "stuck"): {"stuck"},
+        ("condition", "silent"): {"silent"},
+        ("condition", "lost"): {"lost"},
+        ("condition", "duplicates"): {"failed"},
+        ("queue", "low"): {"lost"},
+        ("name", "admin.quiet"): {"silent"},
+        ("scope", "acme"): {"lost"},
+        ("age", "1h"): {"lost"},
+        ("age", "1d"): set(),
+        ("error", "builtins.ValueError"): {"failed"},
+        ("error", "ValueError"): {"failed"},
+        ("error", "shop.errors.Declined"): {"again"},
+    }.items():
+        assert found(admin_client, **dict([query])) == keys, query
+    assert found(admin_client, state="DEAD", condition="lost", q="lo") == {"lost"}
+
+
+@register(key="quiet:{tag}", unique_for=None, name="admin.quiet", stall_after=60)
+def quiet(*, tag: str) -> None:
+    """Is silent after a minute."""
+
+
+def test_job_names_are_found_without_reading_the_table(admin_client: Client) -> None:
+    fill(9)
+    statements = statements_of(admin_client, url_of(ProcessedJob))
+    assert not any("DISTINCT" in text for text in statements)
+    page = admin_client.get(url_of(ProcessedJob)).content.decode()
+    for name in ("app.job0", "app.job1", "app.job2"):
+        assert f"?name={name}" in page
+
+
+def test_list_counts_to_a_bound_and_says_so(
+    admin_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dedupjobs.admin.listing.COUNTED", 5)
+    fill(9)
+    statements = statements_of(admin_client, url_of(ProcessedJob))
+    counts = [text for text in statements if "COUNT(" in text]
+    assert counts
+    assert all("LIMIT 6" in text for text in counts)
+    assert "More than" in admin_client.get(url_of(ProcessedJob)).content.decode()
+
+
+def test_order_is_kept_until_it_is_given_up(admin_client: Client) -> None:
+    for i, seconds in enumerate((30, 10, 20)):
+        make(key=f"{i}", enqueued_at=DbNow(-seconds))
+
+    def keys(address: str = "") -> list[str]:
+        page = admin_client.get(url_of(ProcessedJob, address))
+        return [row.key for row in page.context["cl"].result_list]
+
+    assert keys() == ["2", "1", "0"]
+    assert keys("?o=5") == ["0", "2", "1"]
+    assert keys() == ["2", "1", "0"]  # opening a page keeps nothing
+    admin_client.post(url_of(ProcessedJob, "order/"), {"o": "5"})
+    assert keys() == ["0", "2", "1"]
+    assert keys("?o=-5") == ["1", "2", "0"]
+    admin_client.post(url_of(ProcessedJob, "order/"), {"o": "'; DROP TABLE"})
+    assert keys() == ["2", "1", "0"]
+
+
+def test_locks_are_those_of_the_rows(admin_client: Client, redis_client: redis.Redis) -> None:
+    running, bare, dead = make(Status.RUNNING), make(Status.RUNNING), make(Status.DEAD)
+    make(Status.SUCCEEDED)
+    locks.acquire(running.pk, JobAttempt.objects.get(job=running).owner, ttl=60)
+    locks.acquire(dead.pk, "ghost", ttl=60)
+    locks.acquire(987_654, "of no row", ttl=60)
+    page = admin_client.get(url_of(ProcessedJob, "locks/"))
+    lines = {line.row.pk: line for line in page.context["lines"]}
+    assert lines.keys() == {running.pk, bare.pk, dead.pk}
+    assert lines[running.pk].drift is None
+    assert lines[running.pk].ttl == pytest.approx(60, abs=5)
+    assert lines[bare.pk].drift.harmless
+    assert (lines[dead.pk].owner, lines[dead.pk].drift.heal) == ("ghost", "free lock")
+    assert 'value="free lock"' in page.content.decode()
+    commands = redis_client.info("commandstats")
+    assert not {"cmdstat_keys", "cmdstat_scan"} & commands.keys()
+
+
+def test_page_of_another_admin_site_stays_there(settings: Any) -> None:
+    row = make(Status.DEAD)
+    client = Client()
+    client.force_login(User.objects.create_superuser("root"))
+    settings.ROOT_URLCONF = "tests.other_urls"
+    page = client.get(f"/backstage/dedupjobs/processedjob/{row.pk}/change/").content.decode()
+    assert "/backstage/dedupjobs/processedjob/operate/" in page
+    assert '"/admin/' not in page
+    form = {"action": "retry", "row": f"{row.pk}:0:DEAD", "confirmed": "1", "reason": "x"}
+    answer = client.post("/backstage/dedupjobs/processedjob/operate/", form)
+    assert answer["Location"] == f"/backstage/dedupjobs/processedjob/{row.pk}/change/"
+    chosen = {"action": "retry", "select_across": "1", "_selected_action": ["1"]}
+    for page_of in ("", "locks/"):
+        answer = client.get(f"/backstage/dedupjobs/processedjob/{page_of}")
+        assert answer.status_code == 200
+        assert '"/admin/' not in answer.content.decode()
+    page = client.post("/backstage/dedupjobs/processedjob/", chosen).content.decode()
+    assert "/backstage/dedupjobs/processedjob/bulk/" in page
 
 
 @pytest.mark.parametrize(
     ("model", "query"),
     [
-        (ProcessedJob, "status__exact=DEAD"),
-        (ProcessedJob, "name=app.job1"),
-        (ProcessedJob, "queue=default"),
         (JobAttempt, "outcome__exact=FAILED"),
         (DuplicateCount, "cause__exact=race"),
         (DuplicateSample, "cause__exact=race"),

@@ -35,8 +35,8 @@ from dedupjobs.lifecycle.claims import (
     renew,
 )
 from dedupjobs.lifecycle.losses import Lost, bury, reclaim
-from dedupjobs.lifecycle.operators import cancel, hold, retry, unhold
-from dedupjobs.lifecycle.retention import Pruned, free_tombstones, held, prunable, prune
+from dedupjobs.lifecycle.operators import cancel, hold, limit, retry, unhold
+from dedupjobs.lifecycle.retention import Pruned, free_tombstones, held, prunable, prune, purge
 from dedupjobs.lifecycle.rows import (
     Change,
     Claim,
@@ -50,6 +50,7 @@ from dedupjobs.lifecycle.rows import (
     names,
     seconds_until_due,
     skip_locked,
+    values_of,
     waited_in_vain,
 )
 from dedupjobs.lifecycle.sending import mark_sent, mark_unsent, new_dispatch_id
@@ -70,6 +71,7 @@ from dedupjobs.lifecycle.settling import (
 
 __all__ = [  # noqa: RUF022 - in the order a job meets them
     "alias", "jobs", "attempts", "names", "database_now", "seconds_until_due", "skip_locked",
+    "values_of",
     "codes", "waited_in_vain", "mark_transaction", "assert_unbroken",
     "Answer", "enqueue", "enqueue_many",
     "Change", "Claim", "Place", "claim", "claimed_by", "begin",
@@ -77,7 +79,7 @@ __all__ = [  # noqa: RUF022 - in the order a job meets them
     "Note", "NO_NOTE", "complete", "fail", "give_up", "snooze", "interrupt", "unclaim", "stop",
     "park", "outcome_of", "note_late",
     "Lost", "bury", "reclaim",
-    "cancel", "hold", "retry", "unhold",
-    "Pruned", "prunable", "free_tombstones", "held", "prune",
+    "cancel", "hold", "retry", "unhold", "limit",
+    "Pruned", "prunable", "free_tombstones", "held", "prune", "purge",
     "new_dispatch_id", "mark_sent", "mark_unsent",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""cancel, hold, retry, unhold: a person's arrows, guarded by the version that was looked at."""
+"""cancel, hold, retry, unhold, limit: a person's arrows, guarded by the version as seen."""
 
 from __future__ import annotations
 
@@ -50,6 +50,14 @@ def retry(pk: int, version: int) -> Status | None:
 def unhold(pk: int, version: int) -> Status | None:
     """HELD → PENDING now, same generation, fresh budgets."""
     return _put_back(pk, version, (Status.HELD,))
+
+
+def limit(pk: int, version: int, max_attempts: int) -> Status | None:
+    """Let the job fail up to ``max_attempts`` times before it is dead; its status stays."""
+    status = jobs().filter(pk=pk, version=version).values_list("status", flat=True).first()
+    seen = jobs().filter(pk=pk, version=version, status=status)
+    moved = seen.update(max_attempts=max_attempts, version=F("version") + 1)
+    return Status(status) if status and moved else None
 
 
 def _put_back(pk: int, version: int, from_: tuple[Status, ...]) -> Status | None:

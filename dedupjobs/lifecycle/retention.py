@@ -1,4 +1,4 @@
-"""prune: final rows that are out of retention go; while their key is held, a tombstone stays."""
+"""prune, purge: final rows go; while their key is held, a tombstone stays."""
 
 from __future__ import annotations
 
@@ -77,6 +77,20 @@ def prune(name: str, *, older_than: float, limit: int) -> Pruned:
 
 def _plain(rows: QuerySet[ProcessedJob]) -> QuerySet[ProcessedJob]:
     return rows.defer("result", "error", "rerun_args")
+
+
+def purge(pk: int, version: int) -> Pruned | None:
+    """As prune, for one final row whatever its age; None: it has moved on, or is in use."""
+    with transaction.atomic(using=alias()):
+        final = jobs().filter(pk=pk, version=version, status__in=FINAL).exclude(args="")
+        if not _locked(final, 1):
+            return None
+        name = final.values_list("name", flat=True)[0]
+        attempts().filter(job_id=pk).delete()
+        kept = final.filter(held(name)).update(
+            version=F("version") + 1, args="", result=None, error="", **NO_RERUN
+        )
+        return Pruned(tombstones=kept, deleted=0 if kept else _delete(final))
 
 
 def _locked(rows: QuerySet[ProcessedJob], limit: int) -> list[int]:

@@ -118,6 +118,27 @@ def names() -> list[str]:
     return list(jobs().order_by("name").values_list("name", flat=True).distinct())
 
 
+def values_of(column: str, *, most: int) -> list[str]:
+    """
+    Return the different values of an indexed column of jobs, sorted, ``most`` of them.
+
+    Hops through the index from value to value, where DISTINCT would read all of it.
+    """
+    connection = connections[alias()]
+    table, name = map(connection.ops.quote_name, (ProcessedJob._meta.db_table, column))
+    sql = f"""
+        WITH RECURSIVE hop (value, number) AS (
+            SELECT MIN({name}), 1 FROM {table}
+            UNION ALL
+            SELECT (SELECT MIN({name}) FROM {table} WHERE {name} > hop.value), hop.number + 1
+            FROM hop WHERE hop.value IS NOT NULL AND hop.number < %s
+        )
+        SELECT value FROM hop WHERE value IS NOT NULL"""  # noqa: S608 - quoted names of columns
+    with connection.cursor() as cursor:
+        cursor.execute(sql, [most])
+        return [str(value) for (value,) in cursor.fetchall()]
+
+
 def codes(error: Exception) -> set[str]:
     """Return the numbers that a database gives an error: SQLSTATE, or MySQL's own."""
     cause = error.__cause__ or error

@@ -1,0 +1,26 @@
+"""
+The admin: see why a job is where it is, and put it right.
+
+Registered on the default site; on another one, call ``register(site)``. Lists read
+``criteria``, sentences come from ``why``, differences from ``truth``, changes go through ``deeds``.
+"""
+
+from __future__ import annotations
+
+from django.contrib import admin
+
+from dedupjobs.admin.jobs import ProcessedJobAdmin
+from dedupjobs.admin.plain import PLAIN
+from dedupjobs.models import ProcessedJob
+
+__all__ = ["ProcessedJobAdmin", "register"]
+
+
+def register(site: admin.AdminSite) -> None:
+    """Show dedupjobs' pages on an admin site."""
+    site.register(ProcessedJob, ProcessedJobAdmin)
+    for model, kind in PLAIN.items():
+        site.register(model, kind)
+
+
+register(admin.site)
