@@ -403,7 +403,7 @@ def _decoded(key_hash: str, raw: bytes | str) -> Known | None:
 
 def forget_clients() -> None:
     """Drop the client and all that is believed, after a change of settings."""
-    client.cache_clear()
+    wire.close(client)
     budget.reset()
     _forget_l1()
 

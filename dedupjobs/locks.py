@@ -180,7 +180,7 @@ def _ttl(left: Any) -> float | None:
 
 def forget_clients() -> None:
     """Drop the client, after a change of settings."""
-    _client.cache_clear()
+    wire.close(_client)
 
 
 def _advice(ask: Callable[[], Grip]) -> Grip:

@@ -195,7 +195,7 @@ def _is_new(token: str) -> bool:
 
 def forget_clients() -> None:
     """Drop the client and what is owed, after a change of settings."""
-    _client.cache_clear()
+    wire.close(_client)
     _budget.reset()
     _forget_owed()
 
