@@ -2,8 +2,8 @@
 What a person does to a job. Each act is guarded by the row's version that the person looked at,
 and leaves an ``Operation`` that says who and why.
 
-cancel, hold, unhold, retry, limit, purge change the row; reclaim, send_again, put_back, free and
-forget heal what has drifted from it.
+cancel, hold, unhold, retry, limit, purge change the row; reclaim, send_again, put_back, free,
+forget and uncache heal what has drifted from it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from django.db import transaction
 from django.utils.translation import gettext as _
 
-from dedupjobs import dispatch, lifecycle, locks, registry, signals
+from dedupjobs import dispatch, invalidation, lifecycle, locks, registry, signals
 from dedupjobs.clock import DbNow
 from dedupjobs.dispatch import Delivery
 from dedupjobs.exceptions import StaleVersion
@@ -241,6 +241,19 @@ def forget(row: ProcessedJob, *, by: str, reason: str = "") -> Status:
         return Status(row.status)
 
     return _act("forget", row, by, reason, arrow)
+
+
+def uncache(row: ProcessedJob, *, by: str, reason: str = "") -> Status:
+    """Make all processes forget what the status cache says of this row."""
+
+    def arrow() -> Status | None:
+        if not _is_as_seen(row):
+            return None
+        changes = [Change.of(row, row.status, version=row.version + 1)]
+        reached = invalidation.announce(changes, patient=True)
+        return _reached(row, Grip.UNREACHABLE if reached.owed else Grip.HELD)
+
+    return _act("uncache", row, by, reason, arrow)
 
 
 def raises(row: ProcessedJob, limit: int) -> bool:

@@ -11,11 +11,12 @@ import redis
 from django.contrib.admin.models import DELETION, LogEntry
 from django.test import Client
 
-from dedupjobs import clock, dispatch, lifecycle, locks
+from dedupjobs import cache, clock, dispatch, lifecycle, locks
 from dedupjobs.admin import deeds
 from dedupjobs.admin.deeds import DEEDS, AsSeen
 from dedupjobs.clock import DbNow
 from dedupjobs.models import JobAttempt, Operation, ProcessedJob, Status
+from dedupjobs.testing import run_pending
 from tests.admin_rows import address, everything, expired, fresh, make, try_of
 from tests.app import jobs
 
@@ -330,3 +331,17 @@ def test_registry_entry_without_hash_is_removed(
     assert redis_client.zrange("rq:failed:default", 0, -1) == []
     assert redis_client.zrange("rq:wip:default", 0, -1) == [b"another:e"]
     assert lifecycle.jobs().get(pk=row.pk).version == row.version
+
+
+@committing
+def test_entry_of_the_cache_that_is_older_than_its_row_is_forgotten(admin_client: Client) -> None:
+    row = jobs.record.enqueue(tag="a").job
+    run_pending()
+    assert jobs.record.status(tag="a") is Status.SUCCEEDED
+    ProcessedJob.objects.update(version=9)  # by hand, so that nobody was told
+    page = admin_client.get(address("change", row.pk)).content.decode()
+    assert "The cache knows version 2 as a success, the row has version 9" in page
+    operate(admin_client, "uncache", AsSeen.of(fresh(row)))
+    assert cache.stored(row.key_hash) is None
+    healed = admin_client.get(address("change", row.pk)).content.decode()
+    assert "The cache knows" not in healed

@@ -9,6 +9,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisDown
 
 from dedupjobs.admin.truth import Known, Stores, compare
+from dedupjobs.cache import Stored
 from dedupjobs.dispatch import Trace
 from dedupjobs.locks import Seen
 from dedupjobs.models import JobAttempt, ProcessedJob
@@ -102,6 +103,20 @@ def test_difference_is_named_with_what_heals_it(
     marked = [column.drifted for column in truth.columns]
     stores = {drift.store for drift in truth.drifts if not drift.harmless}
     assert marked == ["rows" in stores, "lock" in stores, False, "rq" in stores]
+
+
+@pytest.mark.parametrize(
+    ("status", "version", "heals"),
+    [("SUCCEEDED", 3, []), ("SUCCEEDED", 2, ["uncache"]), ("CANCELLED", 3, ["uncache"])],
+)
+def test_entry_of_the_cache_that_is_older_than_the_row_is_named_with_what_heals_it(
+    status: str, version: int, heals: list[str]
+) -> None:
+    entry = Stored(version=version, ttl=60.0)
+    truth = compare(known(status), Stores(lock=None, message=None, entry=entry))
+    assert [drift.heal for drift in truth.drifts] == heals
+    assert truth.columns[2].drifted is bool(heals)
+    assert [fact.value for fact in truth.columns[2].facts] == [str(version), "60 s"]
 
 
 def test_store_that_can_not_be_asked_says_so_in_its_column() -> None:

@@ -134,6 +134,13 @@ DEEDS: dict[str, Deed] = {
             help=gettext_lazy("Removes the message from RQ's lists and registries."),
             heals=True,
         ),
+        Deed(
+            name="uncache",
+            permission="free",
+            label=gettext_lazy("Forget what the cache says"),
+            help=gettext_lazy("Removes the entry of the status cache and tells all processes."),
+            heals=True,
+        ),
     )
 }
 ACTIONS = tuple(deed for deed in DEEDS.values() if not deed.heals)
@@ -233,6 +240,7 @@ _SIMPLE: dict[str, Callable[..., Any]] = {
     "send again": operations.send_again,
     "put back": operations.put_back,
     "forget": operations.forget,
+    "uncache": operations.uncache,
 }
 
 

@@ -132,12 +132,13 @@ def compare(known: Known, stores: Stores) -> Truth:
         *_in_rows(known),
         *_in_lock(known, stores.lock),
         *_in_message(known, stores.message),
+        *_in_cache(known, stores.entry),
     )
     drifted = {drift.store for drift in drifts if not drift.harmless}
     columns = (
         Column(title=_("Rows"), facts=_row_facts(known), drifted="rows" in drifted),
         _column(_("Redis lock"), stores.lock, _lock_facts, "lock" in drifted),
-        _column(_("Status cache"), stores.entry, _entry_facts, False),
+        _column(_("Status cache"), stores.entry, _entry_facts, "cache" in drifted),
         _column(_("RQ"), stores.message, _message_facts, "rq" in drifted),
     )
     return Truth(columns=columns, drifts=drifts)
@@ -245,6 +246,19 @@ def _leftover(words: str) -> Drift:
 
 
 # ---- columns
+
+
+def _in_cache(known: Known, entry: Any) -> Iterator[Drift]:
+    if not isinstance(entry, Stored):
+        return
+    if entry.version < known.row.version or known.row.status != Status.SUCCEEDED:
+        words = _(
+            "The cache knows version %(version)s as a success, the row has version %(row)s: "
+            "readers may believe the old one until it ends."
+        )
+        facts = {"version": entry.version, "row": known.row.version}
+        label = _("Forget what the cache says")
+        yield Drift(store="cache", words=words % facts, heal="uncache", label=label)
 
 
 def _column(
