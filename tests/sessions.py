@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from django.db import OperationalError, connection
 
+from tests.settings import WORKER_NUMBER
 from tests.waiting import until
 
 on_sqlite = connection.vendor == "sqlite"
@@ -94,5 +95,6 @@ def _rows(sql: dict[str, str]) -> Sequence[tuple[Any, ...]]:
 
 def until_one_waits() -> None:
     """Return once a session of this database waits for a lock."""
-    # InnoDB answers from a cache that it renews once nobody has asked for 100 ms.
-    until(waiting, every=0.15, what="a session waits for a lock")
+    # InnoDB answers from a cache that it renews once nobody has asked for 100 ms, and another
+    # process of the suite may be asking, too: at another pace.
+    until(waiting, 30, every=0.15 + 0.2 * WORKER_NUMBER, what="a session waits for a lock")
