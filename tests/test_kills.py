@@ -243,7 +243,7 @@ def test_hanging_job_with_signals_masked_is_killed_after_the_grace_as_timed_out(
     assert only.error_class == "builtins.TimeoutError"
     assert "killed" in only.error_message
     assert (only.ended_at - only.claimed_at).total_seconds() >= 1.5, "time-out and grace"
-    assert live.locks_left() == []
+    until(lambda: live.locks_left() == [], PATIENCE, what="the lock is given up, too")
     assert jobs.hang.enqueue(tag="masked", how="signals masked").kind is Kind.CREATED
     worker.signal(signal.SIGTERM)
 
@@ -274,7 +274,7 @@ def test_job_swallowing_exception_is_ended_by_its_time_out_under_every_worker(
             assert live.outcomes(outcome) == [TIMED_OUT]
             assert row.failures == 1
         live.wait_for(after)
-    assert live.locks_left() == []
+    until(lambda: live.locks_left() == [], PATIENCE, what="the lock is given up, too")
 
 
 def in_sql() -> tuple[str, ...]:
