@@ -134,10 +134,16 @@ def _connections() -> int:
 
 
 def _keys() -> int:
-    """Return how many keys are there to stay: RQ keeps what it knows of a finished job a minute."""
+    """
+    Return how many keys are there to stay: RQ keeps what it knows of a finished job a minute.
+
+    A row is done a moment before RQ is done with its message, which could stay for a week.
+    """
     import redis
     from django.conf import settings
 
+    with redis.Redis.from_url(settings.RQ_URL) as client:
+        until(lambda: not client.zcard("rq:wip:default"), 30, what="RQ is done with all messages")
     count = 0
     for url in (settings.RQ_URL, settings.CACHE_URL):
         with redis.Redis.from_url(url) as client, client.pipeline(transaction=False) as pipe:
