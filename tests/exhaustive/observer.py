@@ -32,7 +32,7 @@ MOVES = {
     "complete": "RS RP", "again": "RS RP", "fail": "RT", "timeout": "RT", "give_up": "RD RP",
     "snooze": "RT", "interrupt": "RP RH", "unclaim": "RP", "stop": "RC", "leave": "RC RP",
     "park": "RH", "reclaim": "RT RH RD RC RP", "bury": "RT RH RD RC RP",
-    "hold": "PH TH RR", "retry": "DP CP TP", "unhold": "HP", "cancel": "PC TC HC RR",
+    "hold": "PH TH RR", "retry": "DP HP CP TP", "unhold": "HP", "cancel": "PC TC HC RR",
 }  # fmt: skip
 """From where to where each arrow of §3 may move a row; whatever else happens moves none."""
 
