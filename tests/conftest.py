@@ -10,6 +10,7 @@ import pytest
 import redis
 from django.conf import settings
 from django.db import connection
+from django.utils import translation
 
 from dedupjobs import cache, invalidation
 from tests.processes import Spawned
@@ -32,6 +33,12 @@ def _empty_redis() -> None:
         with redis.Redis.from_url(url) as client:
             client.flushdb()
     cache.forget_clients()
+
+
+@pytest.fixture(autouse=True)
+def _no_language() -> None:
+    """Let each test speak the project's language: a request leaves its own behind."""
+    translation.deactivate()
 
 
 @pytest.fixture
