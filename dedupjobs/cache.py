@@ -28,16 +28,15 @@ from typing import Any, NamedTuple
 
 from django.db import connections
 from django_redis import get_redis_connection
-from redis.exceptions import RedisError
 
 from dedupjobs import clock, conf, lifecycle, probes, seal, wire
 from dedupjobs.clock import DbNow
 from dedupjobs.models import ProcessedJob, Status
+from dedupjobs.wire import UNREACHABLE
 
 SCHEME = "1"
 LEASE = 10.0  # seconds that a reader has to bring a row from the database
 LARGEST_RESULT = 4_096  # characters of a result that travel with an entry; else it is read
-UNREACHABLE = (RedisError, OSError)
 
 # KEYS[1]: an entry. ARGV: the lease that was taken, the entry, its milliseconds.
 _FILL = """

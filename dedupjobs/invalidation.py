@@ -25,12 +25,12 @@ from django.core.cache import caches
 from django.db import close_old_connections
 from django_redis import get_redis_connection
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
 
 from dedupjobs import cache, clock, conf, registry, seal, signals, wire
 from dedupjobs.cache import Stamp
 from dedupjobs.lifecycle import Change
 from dedupjobs.models import FINAL, Status
+from dedupjobs.wire import UNREACHABLE
 
 SCHEME = 1
 PURPOSE = "invalidation"
@@ -40,7 +40,6 @@ PATIENCE = 5.0  # seconds that a page may take where no request waits
 STAMP_TTL = 30 * 86_400  # seconds; a stamp that is gone is replaced by a new one
 HEARTBEAT = 5.0  # seconds of silence after which the listener asks whether Redis is still there
 FIRST_PAUSE, LAST_PAUSE = 0.1, 5.0  # seconds between two tries to connect
-UNREACHABLE = (RedisError, OSError)
 
 H = TypeVar("H", bound=Callable[..., Any])
 
@@ -196,7 +195,14 @@ def _delete_application_keys(change: Change) -> None:
     if change.event not in (*FINAL, Status.PENDING):
         return
     job = registry.find(change.name)
-    for alias, key in job.invalidated_keys(change.args) if job and change.args else ():
+    if job is None or not change.args:
+        return
+    try:
+        entries = list(job.invalidated_keys(change.args))
+    except Exception as error:  # stored arguments that this process can not read any more
+        signals.tell(signals.invalidation_troubled, change.name, error=error)
+        return
+    for alias, key in entries:
         try:
             caches[alias].delete(key)
         except Exception as error:

@@ -21,10 +21,11 @@ from typing import Any
 from django.core.cache import caches
 from django_redis import get_redis_connection
 from redis import Redis
-from redis.exceptions import LockError, RedisError
+from redis.exceptions import LockError
 from redis.lock import Lock
 
 from dedupjobs import conf, probes, wire
+from dedupjobs.wire import UNREACHABLE
 
 
 class Grip(Enum):
@@ -34,9 +35,6 @@ class Grip(Enum):
     BUSY = "busy"
     UNREACHABLE = "unreachable"
     UNUSED = "unused"  # nobody asked for it
-
-
-UNREACHABLE = (RedisError, OSError, NotImplementedError, AttributeError)
 
 
 def acquire(pk: int, owner: str, *, ttl: float) -> Grip:

@@ -36,7 +36,7 @@ def cancel(row: ProcessedJob, *, by: str, reason: str = "") -> Status:
     without a success; the answer is RUNNING then.
     """
     newest = lifecycle.jobs().filter(pk=row.pk).values_list("queue", "dispatch_id").first()
-    status = _act("cancel", row, by, _named(row, reason), _arrow("cancel", row, by, reason))
+    status = _act("cancel", row, by, reason, _arrow("cancel", row, by, reason))
     if status == Status.CANCELLED:
         _after_commit(lambda: _free(row.pk, newest))
     return status
@@ -335,15 +335,8 @@ def _act(
         after = arrow()
         if after is None:
             raise StaleVersion(why_not(action, row))
-        Operation.objects.using(lifecycle.alias()).create(
-            job_id=row.pk,
-            action=action,
-            by=by[:200],
-            reason=reason,
-            before=row.status,
-            after=after,
-            at=DbNow(),
-        )
+        made = record(action, row, after, by=by, reason=reason)
+        made.save(using=lifecycle.alias(), force_insert=True)
     tell(action, row, after, by)
     return after
 

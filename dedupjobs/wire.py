@@ -23,6 +23,9 @@ from redis.retry import Retry
 
 from dedupjobs import clock, conf
 
+UNREACHABLE = (RedisError, OSError, NotImplementedError, AttributeError)
+"""What a Redis that is away raises, and a cache that is none; a check names the latter."""
+
 FREE = 0.010  # seconds; faster calls cost the budget nothing
 NEAR = 0.005  # seconds by which a deadline may be missed
 WINDOW = 1.0  # seconds that a budget and an open breaker last

@@ -425,3 +425,12 @@ def test_reads_from_a_black_hole_are_cut_off_by_the_budget_and_then_by_the_break
                 if sorted(waits)[len(waits) // 2] < 0.1 and len(waits) > 5:
                     break
             assert sorted(waits)[len(waits) // 2] < 0.2  # most are refused at once
+
+
+def test_cache_that_is_no_redis_costs_speed_and_no_call() -> None:
+    done(text="x")
+    local = {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}
+    with live.changed(DEDUPJOBS=LONG, CACHES={"default": local}):
+        assert jobs.record.status(tag="a") is Status.SUCCEEDED
+        assert jobs.record.enqueue(tag="a", text="x").kind is Kind.REPLAYED
+        assert jobs.record.enqueue(tag="b").kind is Kind.CREATED

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
@@ -56,6 +57,7 @@ PATIENCE = 30
 @pytest.fixture(autouse=True)
 def _patient() -> Iterator[None]:
     invalidation.counts.clear()
+    invalidation._owed.take(())  # what an earlier test could not send would be heard here
     with live.changed(DEDUPJOBS=LONG):
         yield
 
@@ -446,6 +448,18 @@ def test_application_cache_that_fails_is_told_and_harms_no_job(pages: Any) -> No
         signals.invalidation_troubled.disconnect(note)
     assert row_of(outcome).status == Status.SUCCEEDED
     assert len(errors) == 2
+
+
+def test_arguments_that_can_not_be_read_any_more_keep_no_change_from_being_told(
+    pages: Any, told: Any
+) -> None:
+    row = row_of(pages.enqueue(order=7))
+    run_pending()
+    told()
+    for args in ('{"order":{"$":"enum","t":"gone:Gone","v":"X"}}', '{"other":1}', "no json"):
+        change = replace(change_of(ProcessedJob.objects.get(pk=row.pk)), args=args)
+        invalidation.announce([change])
+    assert [m["key"] for m in told()] == [row.key_hash] * 3
 
 
 # ---- group stamps

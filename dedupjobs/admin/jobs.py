@@ -42,7 +42,6 @@ from dedupjobs.admin.listing import (
 from dedupjobs.admin.plain import LARGE, ReadOnly
 from dedupjobs.admin.spoken import span
 from dedupjobs.admin.truth import Known
-from dedupjobs.locks import UNREACHABLE
 from dedupjobs.models import (
     FINAL,
     WAITING,
@@ -52,6 +51,7 @@ from dedupjobs.models import (
     ProcessedJob,
     Status,
 )
+from dedupjobs.wire import UNREACHABLE
 
 ORDER = "dedupjobs.order"  # in the session
 MOST_ROWS = 1_000  # of one confirmation

@@ -18,8 +18,9 @@ from dedupjobs.admin.spoken import span
 from dedupjobs.cache import Stored
 from dedupjobs.dispatch import Trace
 from dedupjobs.exceptions import UnknownQueue
-from dedupjobs.locks import UNREACHABLE, Seen
+from dedupjobs.locks import Seen
 from dedupjobs.models import WAITING, JobAttempt, ProcessedJob, Status
+from dedupjobs.wire import UNREACHABLE
 
 GRACE = 2.0  # seconds in which two stores may say different things, since one is read first
 
