@@ -307,6 +307,11 @@ def server_of(queue: str) -> str:
     return ":".join(str(kwargs.get(k, "")) for k in ("host", "port", "path", "db"))
 
 
+def client_of(queue: str) -> wire.Client:
+    """Return the client that pushes to a queue."""
+    return _producer(queue).wire
+
+
 def touch_epoch(queue: str, *, ttl: int) -> bool:
     """
     Renew the key that proves that the queue's server was not wiped; False if it is missing.

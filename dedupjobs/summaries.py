@@ -230,14 +230,18 @@ def _measure(begin: datetime) -> None:
     """Note how many rows wait and run, each to a bound, so the cost has one, too."""
     gauges: dict[tuple[str, str], str] = {}
     totals: Counter[str] = Counter()
+    cut: set[str] = set()
     for queue in lifecycle.values_of("queue", most=MOST_QUEUES):
         rows = lifecycle.jobs().filter(queue=queue)
         found = {status.value: count(rows.filter(status=status), COUNTED) for status in BACKLOG}
         totals.update(found)
+        cut |= {status for status, number in found.items() if number == COUNTED}
         gauges[queue, ""] = json.dumps(found)
     for status in (Status.HELD, Status.DEAD):
-        totals[status.value] = count(lifecycle.jobs().filter(status=status), COUNTED)
-    gauges["", ""] = json.dumps({**totals, "duplicates": duplicates()})
+        number = totals[status.value] = count(lifecycle.jobs().filter(status=status), COUNTED)
+        cut |= {status.value} if number == COUNTED else set()
+    seen = {**totals, "cut": sorted(cut), "duplicates": duplicates()}
+    gauges["", ""] = json.dumps(seen)
     _write_gauges(MINUTE, begin, gauges)
 
 

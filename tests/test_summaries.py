@@ -165,7 +165,7 @@ def test_gauges_say_what_waits_in_each_queue(
     total, high = summaries.points(MINUTE, now - timedelta(hours=1))[-3:][::2]
     assert total.gauges == {
         "PENDING": 3, "RUNNING": 1, "RETRYING": 1, "HELD": 1, "DEAD": 2,
-        "duplicates": {"replay": 7},
+        "duplicates": {"replay": 7}, "cut": [],
     }  # fmt: skip
     assert (high.queue, high.gauges["PENDING"]) == ("high", 1)
     summaries.keep()
@@ -173,7 +173,9 @@ def test_gauges_say_what_waits_in_each_queue(
     monkeypatch.setattr(summaries, "COUNTED", 1)
     pass_to(monkeypatch, now + timedelta(minutes=1))
     summaries.keep()
-    assert summaries.points(MINUTE, now + timedelta(seconds=1))[0].gauges["DEAD"] == 1
+    gauges = summaries.points(MINUTE, now + timedelta(seconds=1))[0].gauges
+    assert (gauges["DEAD"], gauges["PENDING"]) == (1, 2)
+    assert gauges["cut"] == ["DEAD", "HELD", "PENDING", "RETRYING", "RUNNING"]
 
 
 @pytest.mark.parametrize("many", [10, 100])
