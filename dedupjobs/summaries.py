@@ -20,7 +20,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from django.db import connections, transaction
-from django.db.models import Case, Count, F, IntegerField, Sum, Value, When
+from django.db.models import Case, Count, F, IntegerField, OuterRef, Subquery, Sum, Value, When
+from django.db.models.functions import Concat
 
 from dedupjobs import clock, lifecycle
 from dedupjobs.models import AttemptOutcome, DuplicateCount, Status, Summary
@@ -43,6 +44,7 @@ COLUMNS: dict[str, str] = {
     AttemptOutcome.TIMED_OUT: "timed_out",
     AttemptOutcome.LOST: "lost",
 }
+UNKNOWN = -1  # the bucket of attempts without such a duration, which is not kept
 FAILURES = ("failed", "timed_out", "lost")
 NUMBERS = ("succeeded", *FAILURES, "other")
 BACKLOG = (Status.PENDING, Status.RUNNING, Status.RETRYING)
@@ -139,25 +141,41 @@ def _first_ended(since: datetime | None = None) -> datetime | None:
 
 
 def _make_minute(begin: datetime) -> datetime:
-    ended = lifecycle.attempts().filter(
+    ended: Any = lifecycle.attempts().filter(
         outcome__in=AttemptOutcome.values,
         ended_at__gte=begin,
         ended_at__lt=begin + timedelta(seconds=MINUTE),
     )
-    facts = ("job__queue", "job__name", "outcome")
-    buckets = {"delay": _bucket("queue_delay"), "run": _bucket("run_time")}
-    grouped = ended.annotate(**buckets).values_list(*facts, "delay", "run").order_by()
+    if ended.count() == _counted_in(begin):  # what an index says for a tenth of the cost
+        return begin
+    facts = {"of": _queue_and_name(), "delay": _bucket("queue_delay"), "run": _bucket("run_time")}
+    grouped = ended.annotate(**facts).values_list("of", "outcome", "delay", "run").order_by()
     groups: Groups = {("", ""): Totals()}
-    for queue, name, outcome, delay, run, number in grouped.annotate(number=Count("pk")):
-        totals = Totals(
-            numbers=Counter({COLUMNS.get(outcome, "other"): number}),
-            delays=Counter({delay: number} if delay is not None else {}),
-            runs=Counter({run: number} if run is not None else {}),
-        )
+    for of, outcome, delay, run, number in grouped.annotate(number=Count("pk")):
+        queue, _, name = of.partition("\n")
         for group in {("", ""), (queue, ""), (queue, name)}:
-            groups.setdefault(group, Totals()).add(totals)
+            totals = groups.get(group) or groups.setdefault(group, Totals())
+            totals.numbers[COLUMNS.get(outcome, "other")] += number
+            totals.delays[delay] += number
+            totals.runs[run] += number
     _write(MINUTE, begin, groups)
     return begin
+
+
+def _counted_in(begin: datetime) -> int | None:
+    """Return how many endings a minute has by its summary; None if there is none."""
+    total = _all().filter(span=MINUTE, begin=begin, queue="", name="", counted=True).first()
+    return sum(getattr(total, column) for column in NUMBERS) if total else None
+
+
+def _queue_and_name() -> Subquery:
+    """
+    Return the queue and name of an attempt's job, looked up by its key.
+
+    A join would let the planner read the whole table of jobs.
+    """
+    job = lifecycle.jobs().filter(pk=OuterRef("job_id"))
+    return Subquery(job.values(of=Concat("queue", Value("\n"), "name"))[:1])
 
 
 def _make_hour(begin: datetime) -> None:
@@ -177,10 +195,10 @@ def _make_hour(begin: datetime) -> None:
 
 
 def _bucket(column: str) -> Case:
-    """Return the number of the bucket that a duration falls into; NULL stays NULL."""
+    """Return the number of the bucket that a duration falls into."""
     edges = [When(**{f"{column}__lte": edge}, then=Value(i)) for i, edge in enumerate(EDGES)]
     beyond = When(**{f"{column}__isnull": False}, then=Value(len(EDGES)))
-    return Case(*edges, beyond, default=None, output_field=IntegerField())
+    return Case(*edges, beyond, default=Value(UNKNOWN), output_field=IntegerField())
 
 
 def _write(span: int, begin: datetime, groups: Groups) -> None:
@@ -325,6 +343,7 @@ def _totals(row: Summary) -> Totals:
 
 
 def _dumped(histogram: Histogram) -> str:
+    histogram.pop(UNKNOWN, None)
     return json.dumps({str(bucket): histogram[bucket] for bucket in sorted(histogram)})
 
 

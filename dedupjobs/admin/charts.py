@@ -81,7 +81,10 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is to be drawn. ``stacked``: as bars upon each other; else as lines."""
+    """
+    What is to be drawn. ``stacked``: as bars upon each other; else as lines. ``least``: where the
+    axis ends at least.
+    """
 
     key: str
     title: str
@@ -89,6 +92,7 @@ class Plan:
     series: tuple[Series, ...]
     stacked: bool
     say: Callable[[float], str]
+    least: float = 0.0
     empty: str
 
 
@@ -96,7 +100,7 @@ def draw(plan: Plan, moments: Sequence[datetime]) -> Chart:
     """Return the chart of values at these moments, each the begin of a minute or hour."""
     known = [v for series in plan.series for v in series.values if v is not None]
     step = WIDTH / max(len(moments), 1)
-    highest = _ceiling(_highest(plan, moments))
+    highest = _ceiling(max(_highest(plan, moments), plan.least))
     return Chart(
         key=plan.key,
         title=plan.title,
@@ -128,11 +132,11 @@ def _highest(plan: Plan, moments: Sequence[datetime]) -> float:
 
 
 def _ceiling(value: float) -> float:
-    """Return the next round number above: 1, 2, 4, 5 or 10 times a power of ten."""
+    """Return the next number above of which the half is round, too."""
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
-    return next(digit * power for digit in (1, 2, 4, 5, 10) if digit * power >= value * 0.999)
+    return next(digit * power for digit in (1, 2, 4, 6, 8, 10) if digit * power >= value * 0.999)
 
 
 def _y(value: float, highest: float) -> float:

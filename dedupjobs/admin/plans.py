@@ -31,6 +31,7 @@ def plans(period: Period) -> list[Plan]:
             series=(_counted(period, "succeeded", _("succeeded"), 3),),
             stacked=True,
             say=whole,
+            least=2,
             empty=quiet,
         ),
         Plan(
@@ -44,6 +45,7 @@ def plans(period: Period) -> list[Plan]:
             ),
             stacked=True,
             say=whole,
+            least=2,
             empty=_("No failures in this time."),
         ),
         Plan(
@@ -71,6 +73,7 @@ def plans(period: Period) -> list[Plan]:
             series=_backlog(period),
             stacked=False,
             say=whole,
+            least=2,
             empty=_("No backlog was seen in this time."),
         ),
         Plan(
@@ -80,6 +83,7 @@ def plans(period: Period) -> list[Plan]:
             series=_causes(period),
             stacked=True,
             say=whole,
+            least=2,
             empty=_("Nobody asked twice in this time."),
         ),
     ]

@@ -139,7 +139,7 @@ def happened_tiles(period: Period) -> list[Tile]:
             label=_("succeeded"),
             value=number_words(total.numbers["succeeded"]),
             hint=_("runs that ended well"),
-            level="good",
+            level="good" if total.numbers["succeeded"] else "calm",
             sign=ICONS[Status.SUCCEEDED],
             query="state=SUCCEEDED",
         ),
