@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 from django.contrib.admin.views.main import ChangeList
@@ -33,12 +34,18 @@ ICONS = {
 
 
 class BoundedPaginator(Paginator):  # type: ignore[type-arg]
-    """Counts COUNTED rows and one more, never the whole table."""
+    """
+    Counts COUNTED rows and one more, never the whole table, and remembers which they are.
+    """
+
+    @cached_property
+    def found(self) -> list[int]:
+        rows: Any = self.object_list
+        return list(rows.order_by().values_list("pk", flat=True)[: COUNTED + 1])
 
     @cached_property
     def count(self) -> int:
-        rows: Any = self.object_list
-        return int(rows.order_by()[: COUNTED + 1].count())
+        return len(self.found)
 
     @property
     def is_cut(self) -> bool:
@@ -51,11 +58,29 @@ class JobList(ChangeList):
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)
         self.now = lifecycle.database_now()
-        rows = list(self.result_list)
+        rows = list(self.result_list if self.paginator.is_cut else self._page())
         newest = newest_of(rows)
         for row in rows:
             row.newest, row.now = newest.get(row.pk), self.now
         self.result_list = rows
+
+    def _page(self) -> Any:
+        """Cut the page from the rows that were counted, instead of looking for them again."""
+        first = (self.page_num - 1) * self.list_per_page if self.multi_page else 0
+        pks = self._sorted(self.paginator.found)[first : first + self.list_per_page]
+        rows = {row.pk: row for row in self.root_queryset.filter(pk__in=pks)}
+        return [rows[pk] for pk in pks if pk in rows]
+
+    def _sorted(self, pks: list[int]) -> list[int]:
+        """Sort the rows here: a database may walk another index in the order that is asked for."""
+        order = self.queryset.query.order_by
+        if order == ("-pk",):
+            return sorted(pks, reverse=True)
+        columns = [column.lstrip("-") for column in order]
+        rows = list(self.root_queryset.filter(pk__in=pks).order_by().values_list("pk", *columns))
+        for i, column in reversed(list(enumerate(order, 1))):
+            rows.sort(key=itemgetter(i), reverse=column.startswith("-"))
+        return [row[0] for row in rows]
 
 
 def newest_of(rows: list[ProcessedJob]) -> dict[int, JobAttempt]:
