@@ -62,9 +62,10 @@ def _reads(count: int) -> dict[str, float]:
         client.delete(entry)
         cache.read(key, holds=True)
 
+    # Who asks nobody else is measured by the time of his own processor.
     l1, status = (
-        _rate(lambda: cache.read(key, holds=True), count),
-        _rate(lambda: deduplicated.status(0), count // 10),
+        _rate(lambda: cache.read(key, holds=True), count, time.process_time),
+        _rate(lambda: deduplicated.status(0), count // 10, time.process_time),
     )
     bare, l2 = _in_turn(lambda: client.get(entry), from_redis, count // 50)
     with CaptureQueriesContext(connection) as asked:
@@ -80,14 +81,16 @@ def _reads(count: int) -> dict[str, float]:
     }
 
 
-def _rate(call: Callable[[], Any], count: int) -> float:
+def _rate(
+    call: Callable[[], Any], count: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Return calls per second, the best of some rounds."""
     rates = []
     for _ in range(ROUNDS):
-        begun = time.perf_counter()
+        begun = clock()
         for _ in range(count):
             call()
-        rates.append(count / (time.perf_counter() - begun))
+        rates.append(count / (clock() - begun))
     return max(rates)
 
 

@@ -434,3 +434,21 @@ def test_cache_that_is_no_redis_costs_speed_and_no_call() -> None:
         assert jobs.record.status(tag="a") is Status.SUCCEEDED
         assert jobs.record.enqueue(tag="a", text="x").kind is Kind.REPLAYED
         assert jobs.record.enqueue(tag="b").kind is Kind.CREATED
+
+
+def test_read_that_was_cut_off_leaves_its_reply_to_nobody(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = cache.client()
+    client.redis.mset({"one": "1", "two": "2"})
+    kind: Any = client.redis.connection_pool.connection_class
+
+    def cut_off(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    redis_client.execute_command("CLIENT", "PAUSE", "300", "ALL")  # so the reply comes later
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "read_response", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            client.get("one")
+    assert client.get("two") == b"2"
