@@ -336,6 +336,8 @@ _News = tuple[Signal, str, dict[str, Any]]  # what is to be told, of which job, 
 def _outcome(job: Job[..., Any], call: Call, answer: Answer, news: list[_News]) -> Outcome:
     row = answer.row
     outcome = Outcome(kind=answer.kind, job=row, reason=_reason(answer))
+    if answer.conflicted:
+        news.append((signals.insert_lost, job.name, {"job": row}))
     if answer.kind in (Kind.CREATED, Kind.REPLACED, Kind.RERUN, Kind.DEBOUNCED):
         news.append((signals.job_enqueued, row.name, {"job": row, "kind": answer.kind}))
         if answer.reopens:

@@ -63,7 +63,9 @@ def _started(sender: str, claim: Any, **_: Any) -> None:
     logger.debug("%s: row %s attempt %s started", sender, claim.job_pk, claim.number)
 
 
-def _ended(sender: str, claim: Any, ending: Any, status: Any, run_time: float, **_: Any) -> None:
+def _ended(
+    sender: str, claim: Any, ending: Any, status: Any, run_time: float | None, **_: Any
+) -> None:
     words = type(ending).__name__.lower()
     place = status.lower() if status else "nothing written, another decided"
     level = logging.INFO
@@ -74,12 +76,12 @@ def _ended(sender: str, claim: Any, ending: Any, status: Any, run_time: float, *
         level = logging.WARNING
     logger.log(
         level,
-        "%s: row %s attempt %s %s after %.3f s → %s",
+        "%s: row %s attempt %s %s after %s → %s",
         sender,
         claim.job_pk,
         claim.number,
         words,
-        run_time,
+        "its kill" if run_time is None else f"{run_time:.3f} s",
         place,
     )
 
@@ -98,16 +100,14 @@ def _lease_lost(sender: str, fence: int, detail: str, **_: Any) -> None:
     logger.warning("%s: attempt with fence %s lost its lease: %s", sender, fence, detail)
 
 
-def _attempt_lost(
-    sender: str, job_pk: int, outcome: str, status: Any, cause: str, **_: Any
-) -> None:
+def _attempt_lost(sender: str, lost: Any, cause: str, **_: Any) -> None:
     logger.warning(
         "%s: row %s %s by %s → %s",
         sender,
-        job_pk,
-        outcome.lower(),
+        lost.job_pk,
+        lost.outcome.lower(),
         cause,
-        status.lower() if status else "unchanged",
+        lost.status.lower() if lost.status else "unchanged",
     )
 
 

@@ -12,7 +12,7 @@ from django.conf import settings
 from django.db import connection
 from django.utils import translation
 
-from dedupjobs import cache, invalidation
+from dedupjobs import cache, counters, invalidation
 from tests.processes import Spawned
 
 # What asks no database runs once, with the first of them.
@@ -33,6 +33,7 @@ def _empty_redis() -> None:
         with redis.Redis.from_url(url) as client:
             client.flushdb()
     cache.forget_clients()
+    counters.forget_owed()
 
 
 @pytest.fixture(autouse=True)

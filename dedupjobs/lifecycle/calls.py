@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import islice
@@ -42,7 +42,7 @@ class Answer:
 
     ``mismatch``: the key is held by other arguments. ``sends``: the row waits for a message
     that this call is to push after its commit. ``reopens``: the key had ended before, and others
-    may remember it so.
+    may remember it so. ``conflicted``: another call's row was in the way of our INSERT.
     """
 
     kind: Kind
@@ -50,6 +50,7 @@ class Answer:
     mismatch: bool = False
     sends: bool = False
     reopens: bool = False
+    conflicted: bool = False
 
 
 def enqueue(call: Call, *, options: Options, holds: bool) -> Answer:
@@ -59,6 +60,7 @@ def enqueue(call: Call, *, options: Options, holds: bool) -> Answer:
     ``holds``: a success keeps the key (``unique_for`` is not None). Starts with a plain read, so
     a duplicate costs one SELECT and no lock; only a miss inserts.
     """
+    conflicted = False
     for _ in range(LOOPS):
         row = _row_of(call.key_hash)
         probes.reach("enqueue.read")
@@ -66,10 +68,11 @@ def enqueue(call: Call, *, options: Options, holds: bool) -> Answer:
             made = _insert([call], options).get(call.key_hash)
             if made is not None:
                 return _new(made)
+            conflicted = True
             continue
         answer = _or_read_again(partial(_answer, row, call, options, holds), None)
         if answer is not None:
-            return answer
+            return replace(answer, conflicted=True) if conflicted else answer
     raise DedupJobsError(
         f"{call.name} {call.key!r}: moved by others {LOOPS} times in a row; try again"
     )
@@ -86,9 +89,12 @@ def enqueue_many(calls: Sequence[Call], *, options: Options, holds: bool) -> lis
     firsts = {call.key_hash: call for call in reversed(calls)}
     made: dict[str, ProcessedJob] = {}
     there: dict[str, Any] = {}
+    lost: set[str] = set()
     for chunk in _chunks(sorted(firsts)):
         known = set(jobs().filter(key_hash__in=chunk).values_list("key_hash", flat=True))
-        made |= _insert([firsts[k] for k in chunk if k not in known], options)
+        missing = [k for k in chunk if k not in known]
+        made |= _insert([firsts[k] for k in missing], options)
+        lost |= set(missing) - made.keys()
         there |= {row.key_hash: row for row in _rows(chunk)}
     answers: dict[int, Answer] = {}
     for i in sorted(range(len(calls)), key=lambda i: calls[i].key_hash):
@@ -103,6 +109,8 @@ def enqueue_many(calls: Sequence[Call], *, options: Options, holds: bool) -> lis
             answers[i] = enqueue(call, options=options, holds=holds)
         else:
             answers[i] = _turned_away(kind, row, call)
+        if call.key_hash in lost and firsts[call.key_hash] is call:
+            answers[i] = replace(answers[i], conflicted=True)
     return [answers[i] for i in range(len(calls))]
 
 

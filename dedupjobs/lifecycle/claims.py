@@ -23,11 +23,12 @@ from dedupjobs.models import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where an attempt runs, for people who look for it."""
+    """Where an attempt runs, for people who look for it. ``lock_wait``: seconds before it."""
 
     host: str = ""
     pid: int | None = None
     rq_id: str = ""
+    lock_wait: float | None = None
 
 
 def claim(
@@ -73,6 +74,7 @@ def claim(
             began_at=DbNow() if begins else None,
             claimed_at=DbNow(),
             queue_delay=delay,
+            lock_wait=place.lock_wait,
             host=place.host[:200],
             pid=place.pid,
             rq_id=place.rq_id[:200],
@@ -111,6 +113,10 @@ def claim_of(attempt: JobAttempt, row: ProcessedJob) -> Claim:
         max_attempts=row.max_attempts,
         began=attempt.began_at is not None,
         queue_delay=attempt.queue_delay,
+        lock_wait=attempt.lock_wait,
+        traceparent=row.traceparent,
+        host=attempt.host,
+        rq_id=attempt.rq_id,
     )
 
 

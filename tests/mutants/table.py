@@ -557,8 +557,8 @@ ALL = [
         (
             (
                 "locks.py",
-                "            _mine(pk, owner, 1).release()\n",
-                "            _client().delete(_lock(pk, 1).name)\n",
+                "return _own(pk, Lock.LUA_RELEASE_SCRIPT, words, waited=waited, cargo=cargo)",
+                "return Grip.HELD if _client().delete(name_of(pk)) else Grip.BUSY",
             ),
         ),
     ),
