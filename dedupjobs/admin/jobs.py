@@ -37,10 +37,8 @@ from dedupjobs.admin.listing import (
     newest_of,
     upcoming,
     when,
-    where,
 )
 from dedupjobs.admin.plain import LARGE, ReadOnly
-from dedupjobs.admin.spoken import span
 from dedupjobs.admin.truth import Known
 from dedupjobs.models import (
     FINAL,
@@ -51,6 +49,8 @@ from dedupjobs.models import (
     ProcessedJob,
     Status,
 )
+from dedupjobs.story.situation import where
+from dedupjobs.story.spoken import span
 from dedupjobs.wire import UNREACHABLE
 
 ORDER = "dedupjobs.order"  # in the session
