@@ -8,7 +8,7 @@ from typing import Any
 from django.utils.translation import gettext as _
 
 from dedupjobs import criteria
-from dedupjobs.visible import shown as shown
+from dedupjobs.visible import shown
 
 DEEPEST = 20
 
