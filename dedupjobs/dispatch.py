@@ -343,6 +343,26 @@ def _moment(text: Any) -> datetime | None:
         return None
 
 
+def one_queue_per_server() -> list[str]:
+    """Return the first queue of each Redis server."""
+    firsts = {server_of(queue): queue for queue in reversed(queue_names())}
+    return sorted(firsts.values(), key=queue_names().index)
+
+
+def server_time(queue: str) -> float:
+    """Return the clock of a queue's server, in Unix seconds; raises RedisError."""
+    producer = _producer(queue)
+    with producer.deadline(conf.get().LOCK_TIMEOUT):
+        return wire.time_of(producer.client)
+
+
+def server_facts(queue: str) -> dict[str, Any]:
+    """Return what a queue's server says of itself; raises RedisError."""
+    producer = _producer(queue)
+    with producer.deadline(conf.get().LOCK_TIMEOUT):
+        return dict(producer.client.info())
+
+
 def memory(queue: str) -> wire.Memory:
     """Return how much memory a queue's server uses; raises RedisError."""
     producer = _producer(queue)

@@ -10,7 +10,6 @@ counted would be a lie.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -231,7 +230,7 @@ def _read_memory(found: _Found) -> None:
 
 
 def _read_queues(found: _Found) -> None:
-    for queue in _first_of_each_server():
+    for queue in dispatch.one_queue_per_server()[:MOST_QUEUES]:
         try:
             memory = dispatch.memory(queue)
         except (*UNREACHABLE, UnknownQueue):
@@ -247,12 +246,3 @@ def _read_queues(found: _Found) -> None:
         found.gauge("workers", workers.count, queue)
         if workers.newest is not None:
             found.gauge("worker_heartbeat_age_seconds", workers.newest, queue)
-
-
-def _first_of_each_server() -> Iterator[str]:
-    seen: set[str] = set()
-    for queue in _queues():
-        server = dispatch.server_of(queue)
-        if server not in seen:
-            seen.add(server)
-            yield queue

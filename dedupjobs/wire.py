@@ -148,6 +148,12 @@ def memory_of(client: Redis) -> Memory:
     return Memory(int(facts["used_memory"]), int(facts.get("maxmemory", 0)))
 
 
+def time_of(client: Redis) -> float:
+    """Return a server's clock in Unix seconds; raises what Redis raises."""
+    answer: Any = client.time()
+    return float(answer[0] + answer[1] / 1_000_000)
+
+
 class BudgetSpent(RedisTimeout):
     """Nothing was sent: the breaker is open, or the budget of this second is spent."""
 
