@@ -316,10 +316,10 @@ _l1 = _L1()
 def _forget_l1() -> None:
     global _l1  # noqa: PLW0603 - its lock may have been held by a thread that a fork leaves behind
     _l1 = _L1()
-    counts.clear()
 
 
 os.register_at_fork(after_in_child=_forget_l1)
+os.register_at_fork(after_in_child=counts.clear)
 
 
 def expire(key_hash: str) -> None:

@@ -73,11 +73,20 @@ def _metric(family: Family) -> Metric:
                 labels, list(zip(bounds, buckets.counts, strict=True)), buckets.total
             )
         return histogram
+    if name.removesuffix("_total") in _GAUGES and family.kind == "counter":
+        # OpenMetrics knows a counter without its suffix, where a gauge has that name already.
+        metric = Metric(name, family.help, "unknown")
+        for labels, value in family.samples.items():
+            metric.add_sample(name, dict(zip(family.labels, labels, strict=True)), value)
+        return metric
     kind: Any = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-    metric: Metric = kind(name.removesuffix("_total"), family.help, labels=family.labels)
+    known = kind(name.removesuffix("_total"), family.help, labels=family.labels)
     for labels, value in family.samples.items():
-        metric.add_metric(labels, value)  # type: ignore[attr-defined]
-    return metric
+        known.add_metric(labels, value)
+    return known  # type: ignore[no-any-return]
+
+
+_GAUGES = {f"{readings.PREFIX}{name}" for name in readings.GAUGES}
 
 
 # ---- the page
