@@ -25,6 +25,7 @@ from dedupjobs import (
     clock,
     counters,
     execution,
+    fields,
     hardening,
     interrupts,
     lifecycle,
@@ -89,6 +90,7 @@ host = Host()
 def run(deliveries: list[list[int]]) -> None:
     """Run the rows of an RQ message, ``[[pk, generation], …]``, one after the other."""
     hardening.harden_connections()
+    fields.worker = fields.worker or _rq_worker()
     reset_queries()  # under DEBUG Django keeps every statement, in a worker for ever
     owner = host.owner or clock.token()
     try:
@@ -187,6 +189,13 @@ def _rq_id() -> str:
     return job.id if job else ""
 
 
+def _rq_worker() -> str:
+    from rq import get_current_job  # noqa: PLC0415 - only a worker has one
+
+    job = get_current_job()
+    return (job.worker_name or "") if job else ""
+
+
 def _drop(pk: int, owner: str, grip: Grip) -> None:
     """Drop a delivery, because the row remembers; say whether a race or a redelivery brought it."""
     row = lifecycle.jobs().filter(pk=pk).values_list("name", "status").first()
@@ -221,9 +230,8 @@ def _hold_lock(claim: Claim, grip: Grip, options: Options) -> None:
         event = LockEvent.TAKEN_OVER if grip is Grip.HELD else _AT_FIRST[grip]
     elif grip is Grip.HELD and options.lease != FIRST_LEASE:
         grip = locks.extend(claim.job_pk, claim.owner, ttl=options.lease)
+        event = _AT_FIRST[grip] if grip is Grip.UNREACHABLE else event
     _tell_lock(claim.name, claim.job_pk, event, claim)
-    if grip in (Grip.BUSY, Grip.UNREACHABLE):
-        signals.tell(signals.lock_trouble, claim.name, job_pk=claim.job_pk, grip=grip)
 
 
 # ---- the run

@@ -41,7 +41,6 @@ job_dead = Signal()  # job_pk, key, reason ("failures", "lost")
 lease_lost = Signal()  # fence, detail
 attempt_lost = Signal()  # lost (lifecycle.Lost), cause ("lease", "death")
 messages_resent = Signal()  # queue, count, cause ("lost", "wiped"), waited (seconds, on average)
-lock_trouble = Signal()  # job_pk, grip
 settle_troubled = Signal()  # claim, error
 operated = Signal()  # job_pk, action, by, after (an operator's arrow)
 slot_skipped = Signal()  # slot: the job's previous one still waits

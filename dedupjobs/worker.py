@@ -42,6 +42,7 @@ from dedupjobs import (
     counters,
     dispatch,
     execution,
+    fields,
     hardening,
     interrupts,
     invalidation,
@@ -188,6 +189,7 @@ class DedupWorker(Worker):
 
     def bootstrap(self, *args: Any, **kwargs: Any) -> None:
         self._demand_one_slot()
+        fields.worker = self.name
         super().bootstrap(*args, **kwargs)
         hardening.harden_connections()
         if not dispatch.reads_json():
