@@ -12,7 +12,7 @@ class DedupjobsConfig(AppConfig):
 
     def ready(self) -> None:
         # Models are loaded by now.
-        from dedupjobs import checks, conf, herald, ledger, logs, metrics  # noqa: PLC0415
+        from dedupjobs import checks, conf, herald, ledger, logs, metrics, tracing  # noqa: PLC0415
 
         if apps.is_installed("django.contrib.admin"):
             from dedupjobs import bulk  # noqa: F401, PLC0415 - it has a job of its own
@@ -21,6 +21,7 @@ class DedupjobsConfig(AppConfig):
         logs.connect()
         ledger.connect()
         metrics.connect()
+        tracing.connect()
         herald.connect()
         # A wrong setting is a check with an id; it must not keep `manage.py check` from running.
         modules = conf.Settings().AUTODISCOVER if any(conf.problems()) else conf.get().AUTODISCOVER

@@ -33,6 +33,7 @@ from dedupjobs import (
     queries,
     registry,
     signals,
+    spans,
     stats,
 )
 from dedupjobs.backoff import Exponential
@@ -101,6 +102,7 @@ def run(deliveries: list[list[int]]) -> None:
             deliver(pk, generation, owner=owner if len(deliveries) == 1 else f"{owner}.{index}")
     finally:
         stats.flush()  # a horse's memory ends with its run
+        spans.flush()
 
 
 def deliver(pk: int, generation: int, *, owner: str, lock: bool = True) -> Status | None:
@@ -131,8 +133,11 @@ def _deliver(pk: int, generation: int, owner: str, *, lock: bool) -> Status | No
     heart = Heart(job_pk=pk, fence=claim.fence, owner=owner, name=claim.name, lease=options.lease)
     signals.tell(signals.attempt_started, claim.name, claim=claim)
     begun = clock.monotonic()
-    with beating(heart):
+    with spans.consuming(claim) as span, beating(heart):
         ending, status = perform(claim, heart, borrowed=_in_transaction())
+        if span is not None:
+            error = ending.error.type if isinstance(ending, Failed) else ""
+            span.ended(outcome_of(ending), status, error)
     host.settled(claim)
     tell_end(claim, ending, status, clock.monotonic() - begun)
     _free_lock(claim, grip, status, heart)
@@ -198,11 +203,20 @@ def _rq_worker() -> str:
 
 def _drop(pk: int, owner: str, grip: Grip) -> None:
     """Drop a delivery, because the row remembers; say whether a race or a redelivery brought it."""
-    row = lifecycle.jobs().filter(pk=pk).values_list("name", "status").first()
-    name, status = row or ("", "gone")
+    columns = ("name", "status", "queue", "traceparent")
+    row = lifecycle.jobs().filter(pk=pk).values_list(*columns).first()
+    name, status, queue, traceparent = row or ("", "gone", "", "")
     cause = Cause.RACE if status == Status.RUNNING else Cause.REDELIVERY
     detail = f"a message found the row {status}"
-    signals.tell(signals.duplicate_detected, name, job_pk=pk, cause=cause, detail=detail)
+    signals.tell(
+        signals.duplicate_detected,
+        name,
+        job_pk=pk,
+        cause=cause,
+        detail=detail,
+        queue=queue,
+        traceparent=traceparent,
+    )
     _tell_lock(name, pk, _AT_FIRST[grip], None)
     if grip is Grip.HELD:
         locks.release(pk, owner, cargo=counters.payment())

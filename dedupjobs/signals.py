@@ -29,6 +29,7 @@ job_changed = Signal()  # changes (lifecycle.Change): a key answers otherwise th
 job_invalidated = Signal()  # message (invalidation.Message): heard from any process, maybe late
 invalidation_troubled = Signal()  # error
 job_enqueued = Signal()  # job (row), kind
+# Of messages also: queue, traceparent.
 duplicate_detected = Signal()  # job_pk, cause (models.Cause), detail
 insert_lost = Signal()  # job (row): another call's INSERT of this key came first
 mismatch_detected = Signal()  # job (row), differing (names), policy

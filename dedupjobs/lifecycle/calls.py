@@ -271,6 +271,7 @@ def _payload(call: Call, options: Options, dispatch_id: str) -> dict[str, Any]:
         "queue": call.queue,
         "args": call.args,
         "fingerprint": call.fingerprint,
+        "traceparent": call.traceparent,
         "enqueued_at": DbNow(),
         "run_after": delay if isinstance(delay, datetime) else DbNow(delay),
         "debounce_deadline": DbNow(options.max_wait) if options.max_wait else None,
