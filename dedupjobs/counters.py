@@ -105,6 +105,7 @@ METRICS = {
             ("job",),
         ),
         Metric("attempts_total", "Attempts by how they ended.", ("outcome", "job")),
+        Metric("jobs_dead_total", "Jobs that ended DEAD and wait for a person.", ("job",)),
         Metric("recovered_total", "Jobs taken from dead or silent workers.", ("cause",)),
         Metric(
             "requeued_stuck_total", "Messages sent again because RQ lost them.", ("cause", "queue")

@@ -29,6 +29,7 @@ def connect() -> None:
         (signals.attempt_started, _started),
         (signals.attempt_ended, _ended),
         (signals.attempt_lost, _lost),
+        (signals.job_dead, _dead),
         (signals.messages_resent, _resent),
         (signals.operated, _operated),
         (signals.job_changed, _changed),
@@ -98,6 +99,10 @@ def _lost(sender: str, lost: Lost, cause: str, **_: Any) -> None:
     if lost.status == Status.RETRYING:
         reason = "returned" if lost.outcome == AttemptOutcome.RETURNED else "lost"
         counters.add("job_retry_total", reason, sender)
+
+
+def _dead(sender: str, **_: Any) -> None:
+    counters.add("jobs_dead_total", sender)
 
 
 def _resent(queue: str, count: int, cause: str, waited: float, **_: Any) -> None:

@@ -126,6 +126,12 @@ def test_ending_counts_its_outcome_and_why_another_attempt_follows(
     assert counted("job_retry_total") == ({(reason, specimen.name): 1} if reason else {})
 
 
+def test_job_that_dies_is_counted_and_one_that_lives_is_not() -> None:
+    run(jobs.fail_for_good.enqueue(tag="a"))
+    run(jobs.fail.enqueue(tag="a"))
+    assert counted("jobs_dead_total") == {(jobs.fail_for_good.name,): 1}
+
+
 def test_timed_out_attempt_and_its_retry_are_counted_as_such() -> None:
     @job(name="testapp.late", key="late:{tag}", unique_for=FOREVER, timeout=0.1)
     def late(*, tag: str) -> None:

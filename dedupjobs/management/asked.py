@@ -14,7 +14,7 @@ from dedupjobs.visible import line
 
 BAD_INPUT = 2  # the exit code of a command that was asked for what makes no sense
 UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 7 * 86_400}
-LONGEST = timedelta(days=36_525)
+LONGEST = 36_525 * 86_400  # seconds, a century; years of databases end
 
 _SPAN = re.compile(r"([0-9]{1,9})([smhdw])")
 
@@ -27,8 +27,7 @@ def refused(words: str) -> CommandError:
 def since(text: str, now: datetime) -> datetime:
     """Return the moment that "90m", "2h", "7d", "2026-11-29" or "2026-11-29T12:00Z" means."""
     if found := _SPAN.fullmatch(text):
-        ago = timedelta(seconds=int(found[1]) * UNITS[found[2]])
-        return now - min(ago, LONGEST)
+        return now - timedelta(seconds=min(int(found[1]) * UNITS[found[2]], LONGEST))
     at = _moment(text)
     if at is None:
         raise refused(
