@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import islice
@@ -45,7 +45,7 @@ class Answer:
 
     ``mismatch``: the key is held by other arguments. ``sends``: the row waits for a message
     that this call is to push after its commit. ``reopens``: the key had ended before, and others
-    may remember it so.
+    may remember it so. ``conflicted``: another call's row was in the way of our INSERT.
     """
 
     kind: Kind
@@ -53,6 +53,7 @@ class Answer:
     mismatch: bool = False
     sends: bool = False
     reopens: bool = False
+    conflicted: bool = False
 
 
 def enqueue(call: Call, *, options: Options, holds: bool) -> Answer:
@@ -62,6 +63,7 @@ def enqueue(call: Call, *, options: Options, holds: bool) -> Answer:
     ``holds``: a success keeps the key (``unique_for`` is not None). Starts with a plain read, so
     a duplicate costs one SELECT and no lock; only a miss inserts.
     """
+    conflicted = False
     for _ in range(LOOPS):
         row = _row_of(call.key_hash)
         probes.reach("enqueue.read")
@@ -69,10 +71,11 @@ def enqueue(call: Call, *, options: Options, holds: bool) -> Answer:
             made = _insert(call, options)
             if made is not None:
                 return _new(made)
+            conflicted = True
             continue
         answer = _or_read_again(partial(_answer, row, call, options, holds), None)
         if answer is not None:
-            return answer
+            return replace(answer, conflicted=True) if conflicted else answer
     raise DedupJobsError(
         f"{call.name} {call.key!r}: moved by others {LOOPS} times in a row; try again"
     )
@@ -89,9 +92,12 @@ def enqueue_many(calls: Sequence[Call], *, options: Options, holds: bool) -> lis
     firsts = {call.key_hash: call for call in reversed(calls)}
     made: dict[str, ProcessedJob] = {}
     there: dict[str, Any] = {}
+    lost: set[str] = set()
     for chunk in _chunks(sorted(firsts)):
         known = set(jobs().filter(key_hash__in=chunk).values_list("key_hash", flat=True))
-        made |= _insert_many([firsts[k] for k in chunk if k not in known], options)
+        missing = [k for k in chunk if k not in known]
+        made |= _insert_many([firsts[k] for k in missing], options)
+        lost |= set(missing) - made.keys()
         there |= {row.key_hash: row for row in _rows(key_hash__in=chunk)}
     answers: dict[int, Answer] = {}
     for i in sorted(range(len(calls)), key=lambda i: calls[i].key_hash):
@@ -106,6 +112,8 @@ def enqueue_many(calls: Sequence[Call], *, options: Options, holds: bool) -> lis
             answers[i] = enqueue(call, options=options, holds=holds)
         else:
             answers[i] = _turned_away(kind, row, call)
+        if call.key_hash in lost and firsts[call.key_hash] is call:
+            answers[i] = replace(answers[i], conflicted=True)
     return [answers[i] for i in range(len(calls))]
 
 
@@ -284,6 +292,7 @@ def _payload(call: Call, options: Options, dispatch_id: str) -> dict[str, Any]:
         "queue": call.queue,
         "args": call.args,
         "fingerprint": call.fingerprint,
+        "traceparent": call.traceparent,
         "enqueued_at": DbNow(),
         "run_after": delay if isinstance(delay, datetime) else DbNow(delay),
         "debounce_deadline": DbNow(options.max_wait) if options.max_wait else None,

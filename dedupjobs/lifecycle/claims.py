@@ -41,6 +41,7 @@ OF_A_CLAIM = (
     "attempts",
     "failures",
     "max_attempts",
+    "traceparent",
     "args",
     "run_after",
     "enqueued_at",
@@ -50,11 +51,12 @@ OF_A_CLAIM = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where an attempt runs, for people who look for it."""
+    """Where an attempt runs, for people who look for it. ``lock_wait``: seconds before it."""
 
     host: str = ""
     pid: int | None = None
     rq_id: str = ""
+    lock_wait: float | None = None
 
 
 def claim(
@@ -98,6 +100,7 @@ def claim(
             claimed_at=DbNow(),
             began_at=DbNow() if begins else None,
             queue_delay=_seconds_between(max(row.run_after, row.enqueued_at), row.started_at),
+            lock_wait=place.lock_wait,
             host=place.host[:200],
             pid=place.pid,
             rq_id=place.rq_id[:200],
@@ -135,6 +138,10 @@ def claim_of(attempt: JobAttempt, row: ProcessedJob) -> Claim:
         max_attempts=row.max_attempts,
         began=attempt.began_at is not None,
         queue_delay=attempt.queue_delay,
+        lock_wait=attempt.lock_wait,
+        traceparent=row.traceparent,
+        host=attempt.host,
+        rq_id=attempt.rq_id,
     )
 
 

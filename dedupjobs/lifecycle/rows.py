@@ -87,6 +87,10 @@ class Claim:
     max_attempts: int | None
     began: bool
     queue_delay: float | None
+    lock_wait: float | None = None
+    traceparent: str = ""
+    host: str = ""
+    rq_id: str = ""
 
     def change(self, event: str) -> Change:
         """Return the change that this attempt's ending is."""

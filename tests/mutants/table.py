@@ -452,8 +452,8 @@ ALL = [
         (
             (
                 LOSSES,
-                "attempts().filter(expired, pk=fence, outcome=None)).first()",
-                "attempts().filter(expired, pk=fence)).first()",
+                "open_one = attempts().filter(expired, pk=fence, outcome=None)",
+                "open_one = attempts().filter(expired, pk=fence)",
             ),
             (
                 LOSSES,
@@ -557,8 +557,8 @@ ALL = [
         (
             (
                 "locks.py",
-                "            _mine(pk, owner, 1).release()\n",
-                "            _client().delete(_lock(pk, 1).name)\n",
+                "return _own(pk, Lock.LUA_RELEASE_SCRIPT, words, waited=waited, cargo=cargo)",
+                "return Grip.HELD if _client().delete(name_of(pk)) else Grip.BUSY",
             ),
         ),
     ),
