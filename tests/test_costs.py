@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -76,23 +76,29 @@ def test_counting_counts_round_trips(server: redis.Redis) -> None:
     assert (nothing.trips, three.trips) == (0, 3)
 
 
+def cheapest(server: redis.Redis, act: Callable[[], object]) -> Costs:
+    """Return what ``act`` costs once connections are there: a busy machine may split a read."""
+    found = []
+    for _ in range(4):
+        with Costs(server) as costs:
+            act()
+        found.append(costs)
+    return min(found, key=lambda costs: costs.trips)
+
+
 def test_job_costs_four_statements_in_two_transactions_and_two_round_trips(
     server: redis.Redis,
 ) -> None:
-    for _ in range(2):  # connections and scripts
-        run(waiting())
-    row = waiting()
-    with Costs(server) as costs:
-        assert run(row) is Status.SUCCEEDED
+    rows = iter([waiting() for _ in range(4)])
+    costs = cheapest(server, lambda: run(next(rows)))
     reads = 1 if connection.vendor == "mysql" else 0  # its UPDATE returns no row
     assert (len(costs.statements), costs.transactions) == (4 + reads, 2)
     assert costs.trips == 2
+    assert set(ProcessedJob.objects.values_list("status", flat=True)) == {Status.SUCCEEDED}
 
 
 def test_call_of_a_new_key_costs_a_read_an_insert_and_a_push(server: redis.Redis) -> None:
-    waiting()
-    with Costs(server) as costs:
-        assert jobs.record.enqueue(tag="new").created
+    costs = cheapest(server, waiting)
     if connection.vendor != "mysql":
         assert costs.statements == ["SELECT", "INSERT"]
     assert costs.trips == 2  # the status cache is asked, the message is pushed
@@ -124,17 +130,12 @@ def test_duplicate_that_this_process_knows_costs_nothing(server: redis.Redis) ->
 
 
 def test_counting_for_metrics_costs_a_run_no_round_trip_of_its_own(server: redis.Redis) -> None:
-    def cost_of_one() -> int:
-        """Return what a run costs once connections are there; the least of some."""
-        found = []
-        for row in [waiting() for _ in range(5)]:
-            with Costs(server) as costs:
-                run(row)
-            found.append(costs.trips)
-        return min(found)
+    def cost_of_a_run() -> int:
+        rows = iter([waiting() for _ in range(4)])
+        return cheapest(server, lambda: run(next(rows))).trips
 
-    with_counts = cost_of_one()
+    with_counts = cost_of_a_run()
     with live.changed(DEDUPJOBS={**settings.DEDUPJOBS, "METRICS": False}):
-        without = cost_of_one()
+        without = cost_of_a_run()
     assert (with_counts, without) == (2, 2)
     assert counters.read().counters["attempts_total"]
