@@ -409,8 +409,9 @@ def test_horse_killed_past_its_time_out_is_counted_by_its_parent_and_its_end_is_
     spawn: live.Spawn,
 ) -> None:
     outcome = jobs.swallow_everything.enqueue(tag="a")
-    live.start_worker(spawn, TIMEOUT_GRACE=0.5)
+    worker = live.start_worker(spawn, TIMEOUT_GRACE=0.5)
     live.wait_for(outcome, Status.DEAD)
+    worker.wait_for_output(f"row {outcome.job.pk} is DEAD (failures)")
     name = jobs.swallow_everything.name
     until(
         lambda: counters.read().counters["attempts_total"] == {("TIMED_OUT", name): 1},
