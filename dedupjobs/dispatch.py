@@ -111,7 +111,9 @@ def remove(queue: str, dispatch_id: str) -> bool:
 
 
 def _enqueue(queue: str, batch: list[Delivery]) -> None:
-    _producer(queue).queue.enqueue_many(
+    # No transaction: an id comes last, and a hash whose id was cut off expires.
+    pipe = _producer(queue).client.pipeline(transaction=False)
+    messages = (
         Queue.prepare_data(
             ENTRY,
             args=([list(row) for row in delivery.rows],),
@@ -124,6 +126,8 @@ def _enqueue(queue: str, batch: list[Delivery]) -> None:
         )
         for delivery in batch
     )
+    _producer(queue).queue.enqueue_many(messages, pipeline=pipe)
+    pipe.execute()
 
 
 def rq_timeout(delivery: Delivery) -> int:
