@@ -1237,7 +1237,7 @@ def test_run_pending_of_a_job_that_times_out_keeps_the_tests_transaction() -> No
 def test_run_pending_of_a_job_that_enqueues_itself_for_ever_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(testing, "ROUNDS", 10)
+    monkeypatch.setattr(testing.running, "ROUNDS", 10)
     ever.enqueue(number=0)
     with pytest.raises(AssertionError, match="ran 10 attempts and jobs are still due"):
         run_pending()
