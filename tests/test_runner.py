@@ -96,6 +96,12 @@ def test_async_job_is_awaited() -> None:
     assert keys.decode(attempt.job.result or "") == "async a"
 
 
+def test_async_job_that_raises_has_failed() -> None:
+    attempt = run(jobs.fail_async, tag="a")
+    assert (attempt.outcome, attempt.error_message) == ("FAILED", "no luck with a")
+    assert attempt.job.status == "RETRYING"
+
+
 @pytest.mark.parametrize(("what", "value"), [("zero", 0), ("none", None)])
 def test_result_that_is_false_is_a_result(what: str, value: Any) -> None:
     attempt = run(jobs.give_back, tag="a", what=what)
