@@ -36,6 +36,10 @@ LONGEST_NAME, LONGEST_TEXT = 200, 100  # characters that the columns hold
 _UNSET: Any = object()
 _jobs: dict[str, Job[..., Any]] = {}
 _former: dict[str, Job[..., Any]] = {}
+_missing: set[str] = set()  # what the finders did not find
+
+finders: list[Callable[[str], None]] = []
+"""Asked for a name that a row has and nothing has registered: each may load its module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,6 +386,11 @@ def job(  # noqa: PLR0913 - the options of a decorator
             invalidates=tuple(_invalidated(i, signature, chosen) for i in _tuple(invalidates)),
             options=_options(options, chosen),
         )
+        if made.options.atomic and inspect.iscoroutinefunction(inspect.unwrap(func)):
+            raise JobDefinitionError(
+                f"{chosen}: a coroutine reaches the database from another thread, by another "
+                "connection, so atomic=True could not undo its writes; write it without async"
+            )
         return _add(made)
 
     return register
@@ -399,8 +408,37 @@ def get(name: str) -> Job[..., Any]:
 
 
 def find(name: str) -> Job[..., Any] | None:
-    """Return the job of this name, or of this former name, or None."""
+    """Return the job of this name, or of this former name, or None; ask the finders for it."""
+    return loaded(name) or _found(name)
+
+
+def loaded(name: str) -> Job[..., Any] | None:
+    """Return the job of this name, or of this former name, if its module is loaded."""
     return _jobs.get(name) or _former.get(name)
+
+
+def _found(name: str) -> Job[..., Any] | None:
+    if name in _missing:
+        return None
+    for finder in finders:
+        try:
+            finder(name)
+        except Exception:  # noqa: S112 - whoever asks says that nobody knows the name
+            continue
+        if made := loaded(name):
+            return made
+    _missing.add(name)
+    return None
+
+
+def window(value: Any, what: str) -> timedelta | None:
+    """Return ``unique_for`` as a timedelta; JobDefinitionError if it is none."""
+    return _unique_for("any", value, what)
+
+
+def options(given: Mapping[str, Any], what: str) -> Options:
+    """Return options of ``@job`` as they are kept; JobDefinitionError names a wrong one."""
+    return _options(dict(given), what)
 
 
 def every() -> list[Job[..., Any]]:
@@ -440,13 +478,14 @@ def _add(made: Job[P, R]) -> Job[P, R]:
             f"{made.func.__module__}; give one of them another name="
         )
     for name in (made.name, *made.aliases):
-        other = find(name)
+        other = loaded(name)
         if other is not None and other.name != made.name:
             raise JobDefinitionError(
                 f"{made.name}: {name!r} is a name of {other.name} already, now or formerly; two "
                 "jobs would answer for each other's keys"
             )
     _jobs[made.name] = made
+    _missing.clear()
     _former.update(dict.fromkeys(made.aliases, made))
     return made
 
