@@ -15,8 +15,18 @@ from django.utils import translation
 from dedupjobs import cache, invalidation
 from tests.processes import Spawned
 
-# What asks no database runs once, with the first of them.
-PURE = ("admin_truth", "admin_why", "backoff", "conf", "endings", "keys", "registry", "slots")
+# What asks no database, or brings its own, runs once, with the first of them.
+PURE = (
+    "admin_truth",
+    "admin_why",
+    "backoff",
+    "conf",
+    "endings",
+    "keys",
+    "moving",
+    "registry",
+    "slots",
+)
 if os.environ.get("DEDUPJOBS_TEST_DB", "sqlite") != "sqlite":
     collect_ignore = [f"test_{name}.py" for name in PURE]
 
