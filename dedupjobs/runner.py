@@ -31,6 +31,7 @@ from dedupjobs import (
     queries,
     registry,
     signals,
+    stats,
 )
 from dedupjobs.backoff import Exponential
 from dedupjobs.context import Attempt
@@ -88,11 +89,14 @@ def run(deliveries: list[list[int]]) -> None:
     hardening.harden_connections()
     reset_queries()  # under DEBUG Django keeps every statement, in a worker for ever
     owner = host.owner or clock.token()
-    for index, (pk, generation) in enumerate(_checked(deliveries)):
-        if interrupts.shutting_down.is_set():
-            lifecycle.mark_unsent([host.rq_id or _rq_id()])
-            return
-        deliver(pk, generation, owner=owner if len(deliveries) == 1 else f"{owner}.{index}")
+    try:
+        for index, (pk, generation) in enumerate(_checked(deliveries)):
+            if interrupts.shutting_down.is_set():
+                lifecycle.mark_unsent([host.rq_id or _rq_id()])
+                return
+            deliver(pk, generation, owner=owner if len(deliveries) == 1 else f"{owner}.{index}")
+    finally:
+        stats.flush()  # a horse's memory ends with its run
 
 
 def deliver(pk: int, generation: int, *, owner: str, lock: bool = True) -> Status | None:

@@ -150,8 +150,8 @@ class Budget:
 
     def spend(self, seconds: float) -> None:
         """Count a call that took longer than a healthy server needs."""
-        with self.guard:
-            if seconds > FREE:
+        if seconds > FREE:
+            with self.guard:
                 self.spent += seconds
 
     def trip(self) -> None:
@@ -181,6 +181,26 @@ class Client:
         limit = Deadline()
         return cls(own_client(source, timeout=timeout, deadline=limit), limit)
 
+    def get(self, key: str) -> Any:
+        """
+        Return the value of a key as redis-py's ``get`` does, for two thirds of its cost.
+
+        What is left out serves retries and redis-py's own metrics. A call that is cut off in the
+        middle closes its connection: the next one must not read its reply.
+        """
+        name = key.encode()
+        command = b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name)  # as RESP has it
+        pool: Any = self.redis.connection_pool
+        connection = pool.get_connection()
+        try:
+            connection.send_packed_command([command])
+            return connection.read_response()
+        except BaseException:
+            connection.disconnect()
+            raise
+        finally:
+            pool.release(connection)
+
     @contextmanager
     def deadline(self, seconds: float) -> Iterator[None]:
         """Give all Redis calls of the block, together, ``seconds``."""
@@ -195,11 +215,12 @@ class Client:
         """Run the block within what is left of the budget; an error opens the breaker."""
         left = budget.left()  # a refusal must not open the breaker for another second
         begun = clock.monotonic()
+        self.limit.at = begun + left
         try:
-            with self.deadline(left):
-                yield
+            yield
         except (RedisError, OSError):
             budget.trip()
             raise
         finally:
+            self.limit.at = None
             budget.spend(clock.monotonic() - begun)
