@@ -406,7 +406,8 @@ def cluster() -> Iterator[Valkey]:
     """One node that holds all slots, and refuses commands whose keys lie in several."""
     port = str(free_port())  # the usual one, 10,000 above its own, may not exist
     mode = ("--cluster-enabled", "yes", "--cluster-databases", "256", "--cluster-port", port)
-    with Valkey(*mode) as server, server.client() as client:
+    # Valkey's clusters alone have the databases of this suite.
+    with Valkey(*mode, bundled=True) as server, server.client() as client:
         client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
         until(lambda: b"cluster_state:ok" in _state(client), what="the cluster is up")
         yield server
