@@ -24,7 +24,7 @@ from redis import Redis
 from redis.exceptions import LockError
 from redis.lock import Lock
 
-from dedupjobs import conf, probes, wire
+from dedupjobs import conf, probes, seal, wire
 from dedupjobs.wire import UNREACHABLE
 
 
@@ -111,7 +111,7 @@ def lead(owner: str, *, ttl: float) -> Grip:
     """Take or renew the coordinators' leader lease; it only saves double work."""
 
     def take() -> Grip:
-        lock = _named("leader", ttl)
+        lock = _leader(ttl)
         lock.local.token = owner.encode()
         if lock.acquire(blocking=False, token=owner):
             return Grip.HELD
@@ -129,7 +129,7 @@ def resign(owner: str) -> None:
     """Give the leader lease up, so that the next coordinator need not wait for its end."""
 
     def give() -> Grip:
-        lock = _named("leader", 1)
+        lock = _leader(1)
         lock.local.token = owner.encode()
         with suppress(LockError):
             lock.release()
@@ -190,6 +190,11 @@ def _advice(ask: Callable[[], Grip]) -> Grip:
 
 def _lock(pk: int, ttl: float) -> Lock:
     return _named(f"lock:{{{pk}}}", ttl)
+
+
+def _leader(ttl: float) -> Lock:
+    """The lease of this project: another one under the same PREFIX must not keep it from acting."""
+    return _named(f"leader:{seal.sign('leader', '')[:8]}", ttl)
 
 
 def _named(name: str, ttl: float) -> Lock:
