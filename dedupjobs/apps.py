@@ -32,8 +32,8 @@ class DedupjobsConfig(AppConfig):
 
 def _find_tasks() -> None:
     """Let a process that has our backend for django.tasks find tasks by their rows."""
-    for params in getattr(settings, "TASKS", {}).values():
-        with suppress(Exception):  # the framework tells what is wrong, once it is used
+    with suppress(Exception):  # the framework tells what is wrong, once it is used
+        for params in getattr(settings, "TASKS", {}).values():
             import_string(params["BACKEND"])
     if backends := sys.modules.get("dedupjobs.backends"):
         backends.load_modules()

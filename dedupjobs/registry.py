@@ -7,9 +7,10 @@ are imported at start (DEDUPJOBS["AUTODISCOVER"]), so that a web process and a w
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 
@@ -559,13 +560,32 @@ def _invalidated(entry: Any, signature: inspect.Signature, job: str) -> Invalida
 
 
 def _options(given: dict[str, Any], job: str) -> Options:
-    known = {f.name for f in fields(Options)}
-    merged = {**conf.option_defaults(), **given}
-    if unknown := merged.keys() - known:
-        raise JobDefinitionError(
-            f"{job}: unknown option {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}"
-        )
+    defaults = {o: v for o, v in conf.option_defaults().items() if not _wrong_option(o, v)}
+    for option, value in given.items():
+        if wrong := _wrong_option(option, value, f"{job}: "):
+            raise JobDefinitionError(wrong)
+    merged = {**defaults, **given}
     return Options(**{o: _OPTION[o](value, f"{job}: {o}") for o, value in merged.items()})
+
+
+def wrong_defaults() -> list[str]:
+    """Return a sentence per mistake in DEDUPJOBS["DEFAULTS"], which is left out until corrected."""
+    where = "DEDUPJOBS['DEFAULTS']: "
+    found = (_wrong_option(o, value, where) for o, value in conf.option_defaults().items())
+    return [wrong for wrong in found if wrong]
+
+
+def _wrong_option(option: str, value: Any, where: str = "") -> str:
+    """Return what is wrong with an option, or an empty string."""
+    if option not in _OPTION:
+        near = difflib.get_close_matches(str(option), _OPTION, 1, 0.6)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(_OPTION))}"
+        return f"{where}unknown option {option}; {hint}"
+    try:
+        _OPTION[option](value, f"{where}{option}")
+    except JobDefinitionError as error:
+        return str(error)
+    return ""
 
 
 def _one_of(*choices: str) -> Callable[[Any, str], str]:

@@ -573,17 +573,19 @@ def test_captured_calls_are_those_of_the_tasks_function() -> None:
 # ---- settings
 
 CHECKED: list[tuple[dict[str, Any], str, str]] = [
-    ({"OPTIONS": {"keys": None}}, "E041", "Did you mean 'key'?"),
-    ({"OPTIONS": {"colour": 1}}, "E041", "Known: key, unique_for, priorities, modules, job."),
-    ({"OPTIONS": {"key": 7}}, "E042", 'Give None, "arguments"'),
-    ({"OPTIONS": {"key": "no.such.function"}}, "E042", 'Give None, "arguments"'),
-    ({"OPTIONS": {"unique_for": "1h"}}, "E042", "Give FOREVER, seconds"),
-    ({"OPTIONS": {"priorities": {"10": "high"}}}, "E042", "Give {lowest priority: queue}"),
-    ({"OPTIONS": {"modules": "tests"}}, "E042", "Give module paths"),
-    ({"OPTIONS": {"job": {"max_attempt": 3}}}, "E042", "Give options of @job"),
-    ({"OPTIONS": {"job": 3}}, "E042", "Give options of @job"),
-    ({"OPTIONS": {"priorities": {1: "hihg"}}}, "E043", "Did you mean 'high'?"),
-    ({"QUEUES": ["mail"]}, "E043", "Known: default, high, low."),
+    ({"OPTIONS": [1]}, "E025", "Give a dict: key, unique_for"),
+    ({"OPTIONS": None}, "E025", "Give a dict: key, unique_for"),
+    ({"OPTIONS": {"keys": None}}, "E024", "Did you mean 'key'?"),
+    ({"OPTIONS": {"colour": 1}}, "E024", "Known: key, unique_for, priorities, modules, job."),
+    ({"OPTIONS": {"key": 7}}, "E025", 'Give None, "arguments"'),
+    ({"OPTIONS": {"key": "no.such.function"}}, "E025", 'Give None, "arguments"'),
+    ({"OPTIONS": {"unique_for": "1h"}}, "E025", "Give FOREVER, seconds"),
+    ({"OPTIONS": {"priorities": {"10": "high"}}}, "E025", "Give {lowest priority: queue}"),
+    ({"OPTIONS": {"modules": "tests"}}, "E025", "Give module paths"),
+    ({"OPTIONS": {"job": {"max_attempt": 3}}}, "E025", "Give options of @job"),
+    ({"OPTIONS": {"job": 3}}, "E025", "Give options of @job"),
+    ({"OPTIONS": {"priorities": {1: "hihg"}}}, "E026", "Did you mean 'high'?"),
+    ({"QUEUES": ["mail"]}, "E026", "Known: default, high, low."),
 ]
 
 
@@ -601,7 +603,11 @@ def test_wrong_setting_is_a_check_with_its_cure(
 
 
 def test_right_settings_have_no_finding() -> None:
-    assert [m for m in checks.run_checks() if m.id and m.id.startswith("dedupjobs.E04")] == []
+    assert [
+        m
+        for m in checks.run_checks()
+        if m.id and m.id in ("dedupjobs.E024", "dedupjobs.E025", "dedupjobs.E026")
+    ] == []
 
 
 @pytest.mark.skipif(framework.BUILT_IN, reason="the framework is built into this Django")

@@ -58,6 +58,9 @@ class DedupBackend(BaseTaskBackend):
 
     def __init__(self, alias: str, params: Mapping[str, Any]) -> None:
         super().__init__(alias, dict(params))
+        self.given: Any = params.get("OPTIONS", {})
+        # Where it is no dict, a check tells.
+        self.options: Mapping[str, Any] = self.given if isinstance(self.given, Mapping) else {}
         self.supports_priority = bool(self.options.get("priorities"))
 
     def validate_task(self, task: Any) -> None:
@@ -100,7 +103,7 @@ class DedupBackend(BaseTaskBackend):
 
     def check(self, **_: Any) -> Iterator[checks.Error]:
         """Yield what is wrong with this backend's settings."""
-        return options.problems(self.alias, self.options, self.queues)
+        return options.problems(self.alias, self.given, self.queues)
 
     # ---- a task as a job
 

@@ -24,18 +24,21 @@ def problems(
 
 
 def _mistakes(options: Mapping[str, Any], queues: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    if not isinstance(options, Mapping):
+        yield "E025", f"OPTIONS = {options!r} does not fit.", f"Give a dict: {', '.join(_FITS)}."
+        return
     for name in options.keys() - _FITS.keys():
         near = difflib.get_close_matches(str(name), _FITS, 1, 0.5)
         hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(_FITS)}."
-        yield "E041", f"OPTIONS[{name!r}] is no option.", hint
+        yield "E024", f"OPTIONS[{name!r}] is no option.", hint
     for name, (fits, cure) in _FITS.items():
         if name in options and not fits(options[name]):
-            yield "E042", f"OPTIONS[{name!r}] = {options[name]!r} does not fit.", cure
+            yield "E025", f"OPTIONS[{name!r}] = {options[name]!r} does not fit.", cure
     there = dispatch.queue_names()  # E004 tells where there is none
     for queue in sorted({*queues, *_mapped(options)} - set(there)) if there else ():
         near = difflib.get_close_matches(queue, there, 1, 0.5)
         hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(there)}."
-        yield "E043", f"queue {queue!r} is not in RQ_QUEUES.", hint
+        yield "E026", f"queue {queue!r} is not in RQ_QUEUES.", hint
 
 
 def _mapped(options: Mapping[str, Any]) -> list[str]:
