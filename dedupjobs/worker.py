@@ -39,7 +39,10 @@ from dedupjobs import (
     clock,
     conf,
     coordinator,
+    counters,
     dispatch,
+    execution,
+    fields,
     hardening,
     interrupts,
     invalidation,
@@ -49,10 +52,10 @@ from dedupjobs import (
     runner,
 )
 from dedupjobs.coordinator import Coordinator
-from dedupjobs.endings import Error, Failed, Interrupted, Stopped
+from dedupjobs.endings import Ending, Error, Failed, Interrupted, Stopped
 from dedupjobs.exceptions import ForeignPickle
 from dedupjobs.heartbeat import Heart
-from dedupjobs.lifecycle import Claim, Note
+from dedupjobs.lifecycle import Claim
 from dedupjobs.registry import Options
 
 IDLE_WAIT = 2  # seconds that an idle worker blocks in Redis before it looks at its coordinator
@@ -158,6 +161,7 @@ class Ride:
                 owner=facts["owner"],
                 name=facts["name"],
                 lease=facts["lease"],
+                tells=False,
             )
             self.heart.start()
 
@@ -185,6 +189,7 @@ class DedupWorker(Worker):
 
     def bootstrap(self, *args: Any, **kwargs: Any) -> None:
         self._demand_one_slot()
+        fields.worker = self.name
         super().bootstrap(*args, **kwargs)
         hardening.harden_connections()
         if not dispatch.reads_json():
@@ -361,8 +366,9 @@ class DedupWorker(Worker):
     def _bury(self, ride: Ride, rq_id: str) -> None:
         """End the attempts that the dead horse has left open: we have reaped it, so it is dead."""
         try:
-            for claim in lifecycle.claimed_by(ride.owner):
-                self._bury_one(claim, ride.killed)
+            with counters.gathering():
+                for claim in lifecycle.claimed_by(ride.owner):
+                    self._bury_one(claim, ride.killed)
             lifecycle.mark_unsent([rq_id])  # rows that it had not claimed yet have no message now
             coordinator.Coordinator().hand_over([q.name for q in self.queues])
         except (DatabaseError, InterfaceError) as error:
@@ -376,21 +382,14 @@ class DedupWorker(Worker):
 
     def _bury_one(self, claim: Claim, killed: str) -> None:
         job = registry.find(claim.name)
-        options = job.options if job else Options()
-        if killed == "timeout":
-            text = f"killed: still running {conf.get().TIMEOUT_GRACE:g} s after its time-out"
-            final = issubclass(TimeoutError, options.give_up_on or ())
-            error = Error(type="builtins.TimeoutError", message=text, traceback="")
-            failed = Failed(error=error, final=final, timed_out=True)
-            runner.settle(claim, failed, Note(error=error), job)
-        elif killed == "shutdown":
-            reason = "killed: did not end within TIMEOUT_GRACE of its interruption"
-            runner.settle(claim, Interrupted(reason=reason), Note(reason=reason), job)
-        elif killed == "stopped":
-            runner.settle(claim, Stopped(reason="stopped through RQ", requested=True), Note(), job)
+        ending = _ending_of(killed, job.options if job else Options())
+        if ending is not None:
+            status = runner.settle(claim, ending, execution.note_of(ending, None), job)
+            if status is not None:
+                runner.tell_end(claim, ending, status, None)
         elif lost := lifecycle.bury(claim.fence, "lost: its process died"):
             coordinator.tell_lost(lost, "death")
-        locks.release(claim.job_pk, claim.owner)
+        locks.release(claim.job_pk, claim.owner, cargo=counters.payment())
 
     def _tell_rq(self, job: RqJob, queue: Queue, execution: Execution, status: int) -> None:
         """Let RQ's own books show the dead horse; our row has been dealt with already."""
@@ -452,6 +451,20 @@ class DedupWorker(Worker):
         if os.waitpid(pid, os.WNOHANG) == (0, 0):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+def _ending_of(killed: str, options: Options) -> Ending | None:
+    """Return how the attempt of a horse ends that was killed for this cause; None: it is lost."""
+    if killed == "timeout":
+        text = f"killed: still running {conf.get().TIMEOUT_GRACE:g} s after its time-out"
+        final = issubclass(TimeoutError, options.give_up_on or ())
+        error = Error(type="builtins.TimeoutError", message=text, traceback="")
+        return Failed(error=error, final=final, timed_out=True)
+    if killed == "shutdown":
+        return Interrupted(reason="killed: did not end within TIMEOUT_GRACE of its interruption")
+    if killed == "stopped":
+        return Stopped(reason="stopped through RQ", requested=True)
+    return None
 
 
 def _warm_up() -> None:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from typing import Any
 from unittest import mock
 
 from dedupjobs import clock, lifecycle
 from dedupjobs.clock import DbNow
+from dedupjobs.lifecycle import statements
 from dedupjobs.testing.stage import only_in_tests
-
-_LITERALS = {
-    "postgresql": "(timestamptz '{0:%Y-%m-%d %H:%M:%S.%f}+00')",
-    "mysql": "CAST('{0:%Y-%m-%d %H:%M:%S.%f}' AS DATETIME(6))",
-}
 
 
 class FrozenClock:
@@ -39,6 +34,7 @@ class FrozenClock:
             raise ValueError(f"move({by!r}): this clock only goes forward")
         self.now += delta
         self._moved += delta.total_seconds()
+        self._tell()
         return self.now
 
     def utcnow(self) -> datetime:
@@ -53,16 +49,18 @@ class FrozenClock:
         else:
             self._sleep(seconds)
 
-    def sql(self) -> Callable[..., tuple[str, tuple[Any, ...]]]:
-        """Return how DbNow is written while this clock stands."""
+    def present(self) -> dict[str, str]:
+        """Return what stands for the database's present in SQL, by vendor."""
+        text = f"{self.now:%Y-%m-%d %H:%M:%S.%f}"
+        return {
+            "postgresql": f"timestamptz '{text}+00'",
+            "mysql": f"CAST('{text}' AS DATETIME(6))",
+            "sqlite": f"'{text[:-3]}'",
+        }
 
-        def as_sql(moment: DbNow, compiler: Any, connection: Any, **_: Any) -> Any:
-            value = self.now + timedelta(microseconds=moment.microseconds)
-            if connection.vendor == "sqlite":  # milliseconds, as its own clock has them
-                return f"'{value.replace(tzinfo=None).isoformat(' ', 'milliseconds')}'", ()
-            return _LITERALS[connection.vendor].format(value), ()
-
-        return as_sql
+    def _tell(self) -> None:
+        DbNow.PRESENT = self.present()
+        statements._compiled.clear()
 
 
 @contextmanager
@@ -80,7 +78,8 @@ def frozen_clock(at: datetime | None = None) -> Iterator[FrozenClock]:
     start = lifecycle.database_now() if at is None else at.astimezone(UTC)
     frozen = FrozenClock(start.replace(microsecond=start.microsecond // 1000 * 1000))
     with (
-        mock.patch.object(DbNow, "as_sql", frozen.sql()),
+        mock.patch.object(DbNow, "PRESENT", frozen.present()),
+        mock.patch.object(statements, "_compiled", {}),  # with the present of the moment in it
         mock.patch.multiple(
             clock, utcnow=frozen.utcnow, monotonic=frozen.monotonic, sleep=frozen.sleep
         ),

@@ -11,7 +11,7 @@ from django.test import utils
 from redis import Connection, ConnectionPool, Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from dedupjobs import cache, dispatch, invalidation, locks, stats, wire
+from dedupjobs import cache, counters, dispatch, invalidation, locks, stats, wire
 from dedupjobs.exceptions import OutsideTests
 
 
@@ -51,5 +51,5 @@ def _listen_to_nobody() -> None: ...
 
 
 def _forget_clients() -> None:
-    for door in (dispatch, locks, stats, cache):
+    for door in (dispatch, locks, stats, counters, cache):
         door.forget_clients()
