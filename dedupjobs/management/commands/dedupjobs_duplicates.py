@@ -6,7 +6,7 @@ from typing import Any
 from django.core.management.base import BaseCommand
 
 from dedupjobs import lifecycle
-from dedupjobs.management import flags
+from dedupjobs.management import asked
 from dedupjobs.models import DuplicateCount, DuplicateSample
 
 
@@ -18,7 +18,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         top = options["top"]
-        flags.at_least_one("--top", top)
+        asked.at_least_one("--top", top)
         using = lifecycle.alias()
         self.stdout.write("By job and cause:")
         for count in DuplicateCount.objects.using(using).order_by("-count", "name"):

@@ -12,7 +12,7 @@ from dedupjobs import cache, conf, invalidation, lifecycle
 from dedupjobs.clock import DbNow
 from dedupjobs.invalidation import Reached
 from dedupjobs.lifecycle import Change
-from dedupjobs.management import flags
+from dedupjobs.management import asked
 from dedupjobs.models import ProcessedJob, Status
 
 
@@ -62,15 +62,16 @@ class Command(BaseCommand):
         filters = {name: options[name] for name in ("key", "name", "scope", "status")}
         given = {name: value for name, value in filters.items() if value is not None}
         if options["older_than"] is not None:
-            flags.seconds("--older-than", options["older_than"])
+            asked.seconds("--older-than", options["older_than"])
             given["finished_at__lt"] = DbNow(-options["older_than"])
         if bool(given) == options["all"]:
-            raise CommandError(
-                "Say which jobs: --key, --name, --scope, --status, --older-than; or --all.",
-                returncode=2,
+            raise asked.refused(
+                "Say which jobs: --key, --name, --scope, --status, --older-than; or --all."
             )
-        flags.one_of("--status", options["status"], Status.values)
-        flags.job_name("--name", options["name"])
+        if "status" in given:
+            asked.one_of("--status", given["status"], Status.values)
+        if "name" in given:
+            asked.job_name(given["name"], "--name")
         chosen = lifecycle.jobs().filter(**given)
         if "key" in given and not chosen.exists():
             raise CommandError(f"--key {given['key']}: no job has this key")

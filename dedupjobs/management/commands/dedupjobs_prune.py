@@ -7,7 +7,7 @@ from django.core.management.base import BaseCommand
 
 from dedupjobs import conf, coordinator, lifecycle, registry
 from dedupjobs.lifecycle import Pruned
-from dedupjobs.management import flags
+from dedupjobs.management import asked
 
 
 class Command(BaseCommand):
@@ -26,8 +26,9 @@ class Command(BaseCommand):
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        flags.at_least_one("--limit", options["limit"])
-        flags.job_name("--name", options["name"])
+        asked.at_least_one("--limit", options["limit"])
+        if options["name"]:
+            asked.job_name(options["name"], "--name")
         names = [options["name"]] if options["name"] else lifecycle.names()
         for name in names:
             older_than = 0.0 if options["purge"] else registry.options_of(name).retain_for

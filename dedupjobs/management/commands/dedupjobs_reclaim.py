@@ -7,7 +7,7 @@ from django.core.management.base import BaseCommand
 
 from dedupjobs import clock, conf
 from dedupjobs.coordinator import Coordinator, Suspect
-from dedupjobs.management import flags
+from dedupjobs.management import asked
 
 
 class Command(BaseCommand):
@@ -31,7 +31,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         limit = options["limit"]
-        flags.at_least_one("--limit", limit)
+        asked.at_least_one("--limit", limit)
         coordinator = Coordinator()
         try:
             while True:

@@ -7,7 +7,7 @@ from django.core.management.base import BaseCommand
 from django.utils import timezone
 
 from dedupjobs import lifecycle, registry, schedule
-from dedupjobs.management import flags
+from dedupjobs.management import asked
 
 
 class Command(BaseCommand):
@@ -18,7 +18,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         count = options["count"]
-        flags.at_least_one("--count", count)
+        asked.at_least_one("--count", count)
         zone = timezone.get_default_timezone()
         now = lifecycle.database_now()
         jobs = [job for job in registry.every() if job.options.scheduled]
