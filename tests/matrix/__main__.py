@@ -68,6 +68,7 @@ class Result:
     failed: int = 0
     skipped: int = 0
     seconds: float = 0
+    tests: str = ""
     versions: str = ""
     left_out: str = ""
 
@@ -81,7 +82,8 @@ def main() -> None:
     results = []
     for cell in _chosen(options):
         print(f"\n=== {cell.title}", flush=True)
-        result = run(cell, chosen=options.ci and cell.ci == "chosen", extra=options.pytest)
+        chosen = options.chosen or (options.ci and cell.ci == "chosen")
+        result = run(cell, chosen=chosen, extra=options.pytest)
         print(f"=== {_words(result)}", flush=True)
         results.append(result)
     if options.write:
@@ -117,6 +119,7 @@ def run(cell: Cell, *, chosen: bool, extra: list[str]) -> Result:
         failed=max(counts.get("failed", 0) + counts.get("error", 0), int(broken)),
         skipped=counts.get("skipped", 0),
         seconds=time.monotonic() - begun,
+        tests="chosen" if chosen else "all",
         versions=versions,
     )
 
@@ -131,6 +134,7 @@ def _files(cell: Cell, chosen: bool) -> list[str]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__)
     parser.add_argument("--ci", action="store_true", help="only what .ci/run runs")
+    parser.add_argument("--chosen", action="store_true", help="only what depends on versions")
     parser.add_argument("--only", metavar="TEXT", help="combinations whose title has this text")
     parser.add_argument("--write", metavar="PAGE", help="put the table between this page's marks")
     parser.add_argument("pytest", nargs="*", help="handed to pytest, after --")
@@ -159,28 +163,34 @@ def _line(result: Result) -> str:
 
 
 def _write(page: Path, results: list[Result]) -> None:
+    """Put the results into the page's table; rows of combinations that did not run stay."""
     text = page.read_text()
     before, _, rest = text.partition("<!-- table -->\n")
-    _, end, after = rest.partition("<!-- /table -->")
+    table, end, after = rest.partition("<!-- /table -->")
     if not end:
         sys.exit(f"{page} has no <!-- table --> … <!-- /table -->")
-    page.write_text(f"{before}<!-- table -->\n{_table(results)}{end}{after}")
+    rows = {_head(cell): f"{_head(cell)} not run | | | | | |" for cell in CELLS}
+    for line in table.splitlines():
+        rows |= {head: line for head in rows if line.startswith(head)}
+    rows |= {_head(result.cell): _row(result) for result in results}
+    page.write_text(f"{before}<!-- table -->\n{HEADING}{chr(10).join(rows.values())}\n{end}{after}")
 
 
-def _table(results: list[Result]) -> str:
-    lines = [
-        "| Python | Django | database | Redis | exactly | passed | failed | skipped | seconds |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for result in results:
-        cell = result.cell
-        row = f"| {cell.python} | {cell.django} | {cell.database} | {cell.redis} |"
-        if result.left_out:
-            lines.append(f"{row} left out: {result.left_out} | | | | |")
-        else:
-            counts = f"{result.passed} | {result.failed} | {result.skipped} | {result.seconds:.0f}"
-            lines.append(f"{row} {result.versions} | {counts} |")
-    return "\n".join(lines) + "\n"
+HEADING = """\
+| Python | Django | database | Redis | exactly | tests | passed | failed | skipped | seconds |
+|---|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def _head(cell: Cell) -> str:
+    return f"| {cell.python} | {cell.django} | {cell.database} | {cell.redis} |"
+
+
+def _row(result: Result) -> str:
+    if result.left_out:
+        return f"{_head(result.cell)} left out: {result.left_out} | | | | | |"
+    counts = f"{result.passed} | {result.failed} | {result.skipped} | {result.seconds:.0f}"
+    return f"{_head(result.cell)} {result.versions} | {result.tests} | {counts} |"
 
 
 if __name__ == "__main__":
