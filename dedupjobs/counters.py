@@ -245,8 +245,20 @@ class Payment:
             _owed.add(self.counts)
 
 
-def payment() -> Payment:
-    """Return all that this process owes, for a command that goes to the locks' server anyway."""
+def payment(*, due: bool = False) -> Payment:
+    """
+    Return what this process owes, for a command that goes to the locks' server anyway.
+
+    ``due``: nothing, if it has paid within EVERY seconds.
+    """
+    return Payment(Counter()) if due and not _is_due() else _payment()
+
+
+def _is_due() -> bool:
+    return clock.monotonic() - _owed.paid >= EVERY
+
+
+def _payment() -> Payment:
     if conf.get().METRICS:
         for source in sources:
             _owed.add(source())
@@ -255,13 +267,13 @@ def payment() -> Payment:
 
 def pay_if_due() -> None:
     """Send what is owed, unless that was done within EVERY seconds; never raises."""
-    if not _owed.gathering and clock.monotonic() - _owed.paid >= EVERY:
+    if not _owed.gathering and _is_due():
         pay()
 
 
 def pay(role: str = "") -> None:
     """Send what is owed, and a sign of life of ``role``; never raises."""
-    paying = payment()
+    paying = _payment()
     if not paying.counts and not role:
         return
     try:

@@ -28,6 +28,7 @@ from dedupjobs import (
     fields,
     hardening,
     interrupts,
+    invalidation,
     lifecycle,
     locks,
     queries,
@@ -52,11 +53,13 @@ from dedupjobs.exceptions import (
     ArgumentError,
 )
 from dedupjobs.heartbeat import Heart, beating
+from dedupjobs.invalidation import News
 from dedupjobs.lifecycle import Claim, Note, Place
 from dedupjobs.locks import Grip, Taken
 from dedupjobs.models import WAITING, AttemptOutcome, Cause, Status
 from dedupjobs.registry import LONGEST, Job, Options
 from dedupjobs.signals import LockEvent
+from dedupjobs.wire import Load
 
 T = TypeVar("T")
 
@@ -76,6 +79,7 @@ class Host:
 
     owner: str = ""
     rq_id: str = ""
+    pays_when_idle: bool = False  # it tells what was counted although no other job may come
 
     def claimed(self, claim: Claim, options: Options) -> None:
         """A row is claimed and about to run."""
@@ -139,8 +143,9 @@ def _deliver(pk: int, generation: int, owner: str, *, lock: bool) -> Status | No
             error = ending.error.type if isinstance(ending, Failed) else ""
             span.ended(outcome_of(ending), status, error)
     host.settled(claim)
-    tell_end(claim, ending, status, clock.monotonic() - begun)
-    _free_lock(claim, grip, status, heart)
+    with invalidation.gathering() as news:
+        tell_end(claim, ending, status, clock.monotonic() - begun)
+    _free_lock(claim, grip, status, heart, news)
     if isinstance(ending, Interrupted) and ending.reraise:
         raise KeyboardInterrupt
     return status
@@ -470,15 +475,20 @@ def _pauses() -> Iterator[float]:
 # ---- after the run
 
 
-def _free_lock(claim: Claim, grip: Grip, status: Status | None, heart: Heart) -> None:
+def _free_lock(claim: Claim, grip: Grip, status: Status | None, heart: Heart, news: News) -> None:
     """
     Release the lock, or leave it to show and filter until the retry is due.
 
-    The last word to Redis: it carries what was counted, since a horse is about to end.
+    The last word to Redis: it carries the news of the job, and what was counted, since a horse
+    is about to end.
     """
+    if not news.travels or grip in (Grip.UNREACHABLE, Grip.UNUSED):
+        news.send()
+        news = News()
     if grip in (Grip.UNREACHABLE, Grip.UNUSED):
         return
-    cargo, event = counters.payment(), LockEvent.RELEASED
+    cargo = Load((counters.payment(due=host.pays_when_idle), news))
+    event = LockEvent.RELEASED
     after = lifecycle.seconds_until_due(claim.job_pk) if status == Status.RETRYING else 0.0
     if after > 0:
         event = LockEvent.KEPT

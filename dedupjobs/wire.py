@@ -41,6 +41,21 @@ class Cargo(Protocol):
         """The pipeline has failed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Several cargoes as one."""
+
+    cargoes: tuple[Cargo, ...]
+
+    def load(self, pipe: Any) -> None:
+        for cargo in self.cargoes:
+            cargo.load(pipe)
+
+    def left_behind(self, error: BaseException) -> None:
+        for cargo in self.cargoes:
+            cargo.left_behind(error)
+
+
 @dataclass  # without slots, which all threads would share
 class Deadline(threading.local):
     """When this thread's Redis calls must be over, by the monotonic clock; None: no limit."""

@@ -419,27 +419,6 @@ def test_horse_killed_past_its_time_out_is_counted_by_its_parent_and_its_end_is_
     )
 
 
-def test_counting_costs_a_run_no_round_trip_of_its_own(client: redis.Redis) -> None:
-    def trips() -> int:
-        rows = [jobs.record.enqueue(tag=clock.token()).job for _ in range(5)]
-        for row in rows[:2]:
-            run(row)
-        before = _exchanges(client)
-        for row in rows[2:]:
-            run(row)
-        return _exchanges(client) - before
-
-    with_counts = trips()
-    with live.changed(DEDUPJOBS={**django_settings.DEDUPJOBS, "METRICS": False}):
-        without = trips()
-    assert with_counts == without
-
-
-def _exchanges(client: redis.Redis) -> int:
-    """Return how often the server has read from a socket and found commands."""
-    return int(client.info("stats")["total_reads_processed"])
-
-
 def test_web_process_pays_when_a_request_has_ended_and_at_most_once_a_second() -> None:
     counters.add("attempts_total", "FAILED", RECORD)
     counters.add("attempts_total", "FAILED", RECORD)
