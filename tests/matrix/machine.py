@@ -160,7 +160,8 @@ def versions(python: Path, env: dict[str, str]) -> str:
         f"print('Python', platform.python_version(), *(f', {{n}} {{version(n)}}' for n in {names}))"
         "\nprint(sqlite3.sqlite_version)"
     )
-    packages, sqlite = _output(str(python), "-c", code).replace(" ,", ",").splitlines()
+    said = _output(str(python), "-c", code).replace(" ,", ",").replace(", redis ", ", redis-py ")
+    packages, sqlite = said.splitlines()
     return ", ".join([packages, _database_version(env) or f"SQLite {sqlite}", _redis_version(env)])
 
 
