@@ -42,7 +42,7 @@ from dedupjobs.models import JobAttempt, ProcessedJob, Status
 from dedupjobs.registry import FOREVER, job
 from tests import live
 from tests.app import jobs
-from tests.rows import alter, alter_attempt, at, claimed, expire, race, tables_missing
+from tests.rows import Side, alter, alter_attempt, at, claimed, expire, race, tables_missing
 from tests.servers import Valkey
 from tests.waiting import until
 
@@ -227,23 +227,23 @@ def test_lock_that_is_gone_before_the_end_is_counted_once(client: redis.Redis, g
 def test_beat_that_finds_the_lock_gone_is_counted_and_the_release_not_again(
     client: redis.Redis, tmp_path: Any
 ) -> None:
-    row = jobs.wait.enqueue(
-        tag="a",
-        release=str(tmp_path / "go"),
-    ).job
-    thread = threading.Thread(target=run, args=[row])
-    thread.start()
-    until(lambda: client.delete(live.lock_name(row.pk)), 20, what="it runs and has its lock")
-    before = ProcessedJob.objects.get(pk=row.pk).version
-    until(
-        lambda: JobAttempt.objects.get().beat_at > JobAttempt.objects.get().claimed_at,
-        20,
-        what="a beat, which renews the lock",
-    )
-    (tmp_path / "go").touch()
-    thread.join(30)
-    assert ProcessedJob.objects.get(pk=row.pk).version == before + 1
+    release = tmp_path / "go"
+    row = jobs.wait.enqueue(tag="a", release=str(release)).job
+    side = Side(run, row)
+    try:
+        live.begun("a")
+        client.delete(live.lock_name(row.pk))
+        _wait_for_a_beat()
+        _wait_for_a_beat()  # which finds it gone, too
+    finally:
+        release.touch()
+    assert side.result() == Status.SUCCEEDED
     assert counted("lock_expired_before_completion_total") == {("testapp.wait",): 1}
+
+
+def _wait_for_a_beat() -> None:
+    now = lifecycle.database_now()
+    until(lambda: JobAttempt.objects.get().beat_at > now, 20, what="a beat")
 
 
 def test_lock_of_a_successor_is_no_expired_one(client: redis.Redis) -> None:
