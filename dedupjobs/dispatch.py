@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -111,10 +111,13 @@ def remove(queue: str, dispatch_id: str) -> bool:
 
 
 def _enqueue(queue: str, batch: list[Delivery]) -> None:
-    # No transaction: an id comes last, and a hash whose id was cut off expires.
-    pipe = _producer(queue).client.pipeline(transaction=False)
-    messages = (
-        Queue.prepare_data(
+    """Save RQ jobs and push their ids, as ``Queue.enqueue_many`` does with more commands."""
+    producer = _producer(queue)
+    # No transaction: an id comes last, and the hash of one that was cut off expires.
+    pipe = producer.client.pipeline(transaction=False)
+    pipe.sadd(Queue.redis_queues_keys, producer.queue.key)
+    for delivery in batch:
+        job = producer.queue.create_job(
             ENTRY,
             args=([list(row) for row in delivery.rows],),
             job_id=delivery.dispatch_id,
@@ -124,9 +127,10 @@ def _enqueue(queue: str, batch: list[Delivery]) -> None:
             failure_ttl=FAILURE_TTL,
             description=f"{delivery.name} ({len(delivery.rows)} row)",
         )
-        for delivery in batch
-    )
-    _producer(queue).queue.enqueue_many(messages, pipeline=pipe)
+        job.enqueued_at = clock.utcnow()
+        job.save(pipeline=pipe)
+        pipe.expire(job.key, QUEUED_TTL)
+        producer.queue.push_job_id(job.id, pipeline=pipe)
     pipe.execute()
 
 
@@ -146,7 +150,17 @@ def rq_timeout(delivery: Delivery) -> int:
 
 def queue_names() -> list[str]:
     """Return the names of RQ_QUEUES."""
-    return list(getattr(settings, "RQ_QUEUES", {}))
+    given = getattr(settings, "RQ_QUEUES", {})
+    return list(given) if isinstance(given, Mapping) else []
+
+
+def why_unusable(queue: str) -> str:
+    """Return why a queue's settings give no connection, or an empty string; connects to nobody."""
+    try:
+        get_redis_connection(settings.RQ_QUEUES[queue])
+    except Exception as error:  # whatever django-rq and redis-py make of them
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def check_queue(name: str) -> None:
@@ -158,7 +172,8 @@ def check_queue(name: str) -> None:
 
 def reads_json() -> bool:
     """Return whether the project's workers read JSON: exactly those built on DedupWorker."""
-    worker = getattr(settings, "RQ", {}).get("WORKER_CLASS")
+    given = getattr(settings, "RQ", {})
+    worker = given.get("WORKER_CLASS") if isinstance(given, Mapping) else None
     found = import_string(worker) if isinstance(worker, str) else worker
     return bool(getattr(found, "reads_json", False))
 
