@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -429,6 +431,16 @@ def test_web_process_pays_when_a_request_has_ended_and_at_most_once_a_second() -
     counters._owed.paid -= 2 * counters.EVERY
     scrape()  # the end of any request
     assert counters.read().counters["attempts_total"] == {("FAILED", RECORD): 2}
+
+
+def test_process_that_ends_pays_what_it_owes(process_env: dict[str, str]) -> None:
+    code = (
+        "import django; django.setup()\n"
+        "from dedupjobs import counters\n"
+        f"for _ in range(3): counters.add('attempts_total', 'FAILED', '{RECORD}')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], env=process_env, check=True)
+    assert counters.read().counters["attempts_total"] == {("FAILED", RECORD): 3}
 
 
 # ---- the gauges
