@@ -24,6 +24,8 @@ def test_defaults_are_those_of_the_design() -> None:
         "LEADER_TTL": 10.0,
         "TIMEOUT_GRACE": 5.0,
         "SHUTDOWN_GRACE": 25.0,
+        "HORSE_JOBS": 1_000,
+        "HORSE_MEMORY": 256 * 1024**2,
         "BATCH": 100,
         "FOREIGN_PICKLE": False,
         "PRUNE_EVERY": 3600.0,
