@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 
 from redis import Redis
 from redis.client import Pipeline
@@ -23,6 +23,7 @@ from rq.executions import Execution, ExecutionRegistry
 from rq.job import Job as RqJob
 from rq.job import JobStatus
 from rq.results import Result
+from rq.suspension import WORKERS_SUSPENDED
 from rq.utils import as_text, now, utcformat
 
 from dedupjobs import clock, dispatch
@@ -37,9 +38,11 @@ LONGEST = 128 * 1024  # bytes of a delivery's call, of MOST_ROWS rows, and then 
 JOB_PREFIX = RqJob.redis_job_namespace_prefix
 
 # KEYS: queue, its intermediate list, the next queue, … ARGV[1]: how keys of RQ's jobs begin.
+# ARGV[2]: what exists while all workers are suspended; then it answers 1 and takes nothing.
 # Moves the first id that has a job to its intermediate list; answers {queue, id, the job's hash},
 # or nothing. RQ pops, then reads, and on several queues keeps no intermediate list.
 TAKE = """
+if redis.call('EXISTS', ARGV[2]) == 1 then return 1 end
 for i = 1, #KEYS, 2 do
   while true do
     local id = redis.call('LMOVE', KEYS[i], KEYS[i + 1], 'LEFT', 'RIGHT')
@@ -105,19 +108,22 @@ class Till:
 
     def __init__(self, connection: Redis) -> None:
         self._script: Any = connection.register_script(TAKE)
+        self.works = True
+        self.is_closed = False  # it has seen that workers are suspended
 
     def take(self, queues: Iterable[Queue]) -> Taken | None:
         """Return the first message, if there is one; raises RedisError."""
-        if self._script is None:
+        if not self.works:
             return None
         by_key = {queue.key: queue for queue in queues}
         keys = [key for q in by_key.values() for key in (q.key, q.intermediate_queue_key)]
         try:
-            found = self._script(keys=keys, args=[JOB_PREFIX])
+            found = self._script(keys=keys, args=[JOB_PREFIX, WORKERS_SUSPENDED])
         except ResponseError:  # a server that is too old, or lets us run no scripts
-            self._script = None
+            self.works = False
             return None
-        if not found:
+        self.is_closed = isinstance(found, int)
+        if not isinstance(found, list):
             return None
         key, rq_id, flat = found
         raw = dict(zip(flat[::2], flat[1::2], strict=True))
@@ -196,8 +202,8 @@ class Books:
         pipeline.smembers(job.dependents_key)
         worker.increment_successful_job_count(pipeline=pipeline)
         worker.increment_total_working_time(ended_at - execution.created_at, pipeline)
-        job.set_status(JobStatus.FINISHED, pipeline=pipeline)
-        pipeline.hset(job.key, "ended_at", utcformat(ended_at))
+        ended = {"status": JobStatus.FINISHED.value, "ended_at": utcformat(ended_at)}
+        pipeline.hset(job.key, mapping=cast(Any, ended))
         Result.create(
             job,
             Result.Type.SUCCESSFUL,
@@ -209,5 +215,6 @@ class Books:
             execution_ended_at=ended_at,
         )
         entry.queue.finished_job_registry.add(job, ttl, pipeline)
-        job.cleanup(ttl, pipeline=pipeline, remove_from_queue=False)
+        pipeline.expire(job.key, ttl)
+        pipeline.expire(job.dependents_key, ttl)
         execution.delete(job=job, pipeline=pipeline)

@@ -2,32 +2,33 @@
 A work horse: a process that runs deliveries, one after the other, while its parent watches.
 
     parent   forks it, gives it an order, hears what it says, sees it die
-    horse    takes an order, says which attempt it claims and that it has settled, answers
+    horse    takes an order, shows which attempt it claims and that it has settled, answers
 
-Both directions are pipes. Orders are marshalled, since both ends are the same program; what the
-horse says is a line of JSON each. A horse answers with what makes it leave, if there is something.
+Orders and answers go through pipes; an answer says what makes the horse leave, if there is
+something. What it shows stands in memory that both see, so that it wakes nobody.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import marshal
+import mmap
 import os
 import select
 import signal
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import copy_context
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
 
 from django.core.cache import caches
 from django.db import connections
 
 from dedupjobs import clock, conf, interrupts, runner
-from dedupjobs.heartbeat import Heart
+from dedupjobs.heartbeat import Heart, Pacemaker
 from dedupjobs.lifecycle import Claim
 from dedupjobs.registry import Options
 from dedupjobs.slate import Memory, Slate
@@ -51,58 +52,86 @@ class Order:
     data: bytes
 
     def packed(self) -> bytes:
-        fields = (self.owner, self.rq_id, self.execution_id, self.queue, self.timeout, self.data)
-        text = marshal.dumps(fields)
-        return _SIZE.pack(len(text)) + text
+        return _message({f.name: getattr(self, f.name) for f in fields(self)})
 
-    @classmethod
-    def unpacked(cls, text: bytes) -> Order:
-        owner, rq_id, execution_id, queue, timeout, data = marshal.loads(text)  # noqa: S302 - ours
-        return cls(
-            owner=owner,
-            rq_id=rq_id,
-            execution_id=execution_id,
-            queue=queue,
-            timeout=timeout,
-            data=data,
-        )
+
+class Sheet:
+    """
+    What a horse's parent may know of the present attempt, in memory that both see.
+
+    Writing it wakes nobody, unlike a pipe. The number at its head says how often it was written,
+    and so which half is valid; the other one is written next, so that a horse that dies in the
+    middle leaves the last whole sheet.
+    """
+
+    HALF = 2048
+    _HEAD = struct.Struct("=Q")
+    _PART = struct.Struct("=II")  # length, checksum
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, self._HEAD.size + 2 * self.HALF)
+
+    def write(self, facts: dict[str, Any]) -> None:
+        text = marshal.dumps(facts)
+        (count,) = self._HEAD.unpack_from(self._memory)
+        start = self._start(count + 1)
+        self._PART.pack_into(self._memory, start, len(text), zlib.crc32(text))
+        start += self._PART.size
+        self._memory[start : start + len(text)] = text
+        self._HEAD.pack_into(self._memory, 0, count + 1)
+
+    def read(self) -> dict[str, Any]:
+        while True:
+            (count,) = self._HEAD.unpack_from(self._memory)
+            if count == 0:
+                return {}
+            start = self._start(count)
+            length, checksum = self._PART.unpack_from(self._memory, start)
+            start += self._PART.size
+            text = self._memory[start : start + length]
+            if zlib.crc32(text) == checksum:  # else it was written twice meanwhile
+                return cast(dict[str, Any], marshal.loads(text))  # noqa: S302 - our own
+
+    def close(self) -> None:
+        self._memory.close()
+
+    def _start(self, count: int) -> int:
+        return self._HEAD.size + count % 2 * self.HALF
 
 
 @dataclass(slots=True)
 class HorseHost(runner.Host):
-    """In a horse: tells the parent over a pipe which attempt runs."""
+    """In a horse: shows its parent which attempt runs."""
 
-    pipe: int = -1
+    sheet: Sheet = field(default_factory=Sheet)
+    pacemaker: Pacemaker = field(default_factory=Pacemaker)
 
     def claimed(self, claim: Claim, options: Options) -> None:
-        self._tell(
-            fence=claim.fence,
-            job_pk=claim.job_pk,
-            owner=claim.owner,
-            name=claim.name,
-            lease=options.lease,
-            timeout=options.timeout,
+        self.sheet.write(
+            {
+                "fence": claim.fence,
+                "job_pk": claim.job_pk,
+                "owner": claim.owner,
+                "name": claim.name,
+                "lease": options.lease,
+                "timeout": options.timeout,
+                "since": clock.monotonic(),  # one clock for all processes of a machine
+            }
         )
 
     def settled(self, claim: Claim) -> None:
-        self._tell()
+        self.sheet.write({})
 
-    def _tell(self, **facts: Any) -> None:
-        with suppress(OSError):  # the parent is gone, or asleep; the horse goes on
-            os.write(self.pipe, _line(facts))
-
-    def answer(self, *, raised: str | None, leaves: str) -> None:
-        """Say that the order is done; ``raised``: what came out of it, ``leaves``: why we go."""
-        rest = _line({"raised": raised, "leaves": leaves})
-        while rest:
-            try:
-                rest = rest[os.write(self.pipe, rest) :]
-            except BlockingIOError:
-                select.select([], [self.pipe], [])
+    def beating(self, heart: Heart) -> AbstractContextManager[Heart]:
+        return self.pacemaker.beating(heart)
 
 
-def _line(facts: Mapping[str, Any]) -> bytes:
-    return json.dumps(facts).encode() + b"\n"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a horse says of an order. ``raised``: a traceback; ``leaves``: why this one goes."""
+
+    raised: str | None
+    leaves: str
 
 
 # ---- as its parent sees it
@@ -111,12 +140,12 @@ def _line(facts: Mapping[str, Any]) -> bytes:
 class Horse:
     """The parent's end of a horse's pipes, and its process."""
 
-    def __init__(self, pid: int, *, orders: int = -1, answers: int) -> None:
+    def __init__(self, pid: int, sheet: Sheet, *, orders: int = -1, answers: int = -1) -> None:
         self.pid = pid
+        self.sheet = sheet
         self.status: int | None = None  # of wait, once it was reaped
         self._orders = orders
         self._answers = answers
-        self._heard = b""
         self._exit = Exit(pid, answers)
 
     @property
@@ -129,45 +158,38 @@ class Horse:
 
     def give(self, order: Order) -> None:
         """Hand an order over; raises BrokenPipeError if nobody takes it any more."""
-        rest = order.packed()
-        while rest:
-            rest = rest[os.write(self._orders, rest) :]
+        _write(self._orders, order.packed())
 
-    def wait(self, seconds: float) -> None:
-        """Return once it has said something or ended, ``seconds`` later at the most."""
-        self._exit.wait(seconds)
-
-    def hear(self) -> list[dict[str, Any]]:
-        """Return what it has said since the last time."""
-        try:
-            while part := os.read(self._answers, 65536):
-                self._heard += part
-        except BlockingIOError:
-            pass
-        *lines, self._heard = self._heard.split(b"\n")
-        return [json.loads(line) for line in lines]
+    def wait(self, seconds: float) -> Answer | None:
+        """Return its answer, or None if it has ended or ``seconds`` have passed."""
+        if not self._exit.wait(seconds):
+            return None
+        text = _read_message(self._answers)
+        return Answer(**marshal.loads(text)) if text else None  # noqa: S302 - our own
 
     def dismiss(self) -> None:
         """Let it end by itself, which an idle one does at once; kill it if it does not."""
-        self.close_orders()
+        self._close_orders()
         deadline = clock.monotonic() + GOING
         while not self.is_dead and clock.monotonic() < deadline:
-            self.wait(GOING)
+            self._exit.wait(GOING)
         if not self.is_dead:
             os.kill(self.pid, signal.SIGKILL)
             _, self.status = os.waitpid(self.pid, 0)
         self.close()
 
-    def close_orders(self) -> None:
+    def close(self) -> None:
+        """Close our ends, also in another child of ours, which must not hold them open."""
+        self._close_orders()
+        if self._answers >= 0:
+            os.close(self._answers)
+        self._exit.close()
+        self.sheet.close()
+
+    def _close_orders(self) -> None:
         if self._orders >= 0:
             os.close(self._orders)
             self._orders = -1
-
-    def close(self) -> None:
-        """Close our ends, also in another child of ours, which must not hold them open."""
-        self.close_orders()
-        os.close(self._answers)
-        self._exit.close()
 
 
 class Exit:
@@ -185,11 +207,17 @@ class Exit:
             if fd >= 0:
                 self._poller.register(fd, select.POLLIN)
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> bool:
+        """Return whether there is something to read, after ``seconds`` at the most."""
+        says = False
         for fd, event in self._poller.poll((seconds if self._pidfd >= 0 else 0.05) * 1000):
-            if fd == self._pipe and event & select.POLLHUP:  # it would be ready for ever
+            if fd != self._pipe:
+                continue
+            says = bool(event & select.POLLIN)
+            if event & select.POLLHUP and not says:  # it would be ready for ever
                 self._poller.unregister(fd)
                 self._pipe = -1
+        return says
 
     def close(self) -> None:
         if self._pidfd >= 0:
@@ -202,32 +230,31 @@ class Ride:
 
     owner: str
     horse: Horse
+    begun: float
     heart: Heart | None = None
-    running: dict[str, Any] = field(default_factory=dict)
-    answer: dict[str, Any] | None = None
+    answer: Answer | None = None
     killed: str = ""  # why we killed it: "timeout", "shutdown" or "stopped"
     term_sent: float | None = None
 
     @property
+    def running(self) -> dict[str, Any]:
+        """What is known of the present attempt; nothing if none runs now."""
+        facts = self.horse.sheet.read()
+        return facts if facts.get("owner", "").startswith(self.owner) else {}
+
+    @property
     def deadline(self) -> float | None:
         """When the horse must have ended its present attempt; never asks the database."""
-        timeout = self.running.get("timeout")
-        if timeout is None:
+        facts = self.running
+        if facts.get("timeout") is None:
             return None
-        return float(self.running["since"] + timeout + conf.get().TIMEOUT_GRACE)
-
-    def hear(self) -> None:
-        """Take in what the horse has said; an empty fact sheet says that nothing runs now."""
-        for facts in self.horse.hear():
-            self.rest()
-            if "leaves" in facts:
-                self.answer = facts
-            else:
-                self.running = {**facts, "since": clock.monotonic()} if facts else {}
+        return float(facts["since"] + facts["timeout"] + conf.get().TIMEOUT_GRACE)
 
     def beat(self) -> None:
-        """Start beating for a horse that has run for a moment; short jobs need no beat."""
+        """Beat for a horse that has run for a moment; short jobs need no beat."""
         facts = self.running
+        if self.heart is not None and self.heart.fence != facts.get("fence"):
+            self.rest()
         due = facts and self.heart is None
         if due and clock.monotonic() - facts["since"] >= min(GLANCE, facts["lease"] / 6):
             self.heart = Heart(
@@ -249,19 +276,22 @@ class Ride:
 # ---- the process itself
 
 
+Perform = Callable[[Order], str | None]
+"""Runs an order; returns the traceback of what it has raised, if anything."""
+
+
 def fork(become: Callable[[], Perform]) -> Horse:
     """Fork a horse, which first calls ``become``; no database connection may be open here."""
+    sheet = Sheet()
     orders, giving = os.pipe()
     hearing, answers = os.pipe()
-    for fd in (hearing, answers):
-        os.set_blocking(fd, False)
     pid = os.fork()
     if pid == 0:
         try:
             os.setpgrp()
             os.close(giving)
             os.close(hearing)
-            _serve(orders, HorseHost(pipe=answers), become())
+            _serve(orders, answers, HorseHost(sheet=sheet), become())
         except BaseException:
             os._exit(1)
         os._exit(0)
@@ -269,14 +299,10 @@ def fork(become: Callable[[], Perform]) -> Horse:
         os.setpgid(pid, pid)
     os.close(orders)
     os.close(answers)
-    return Horse(pid, orders=giving, answers=hearing)
+    return Horse(pid, sheet, orders=giving, answers=hearing)
 
 
-Perform = Callable[[Order], str | None]
-"""Runs an order; returns the traceback of what it has raised, if anything."""
-
-
-def _serve(orders: int, host: HorseHost, perform: Perform) -> None:
+def _serve(orders: int, answers: int, host: HorseHost, perform: Perform) -> None:
     """Run orders until they end, or something makes this horse leave."""
     runner.host = host
     _open_caches()
@@ -287,7 +313,7 @@ def _serve(orders: int, host: HorseHost, perform: Perform) -> None:
         raised = copy_context().run(perform, order)
         os.environ.pop("RQ_JOB_ID", None)
         leaves = slate.wipe() or _worn(served, memory)
-        host.answer(raised=raised, leaves=leaves)
+        _write(answers, _message({"raised": raised, "leaves": leaves}))
         if leaves:
             break
     connections.close_all()
@@ -311,16 +337,15 @@ def _worn(served: int, memory: Memory) -> str:
 
 def _orders(pipe: int) -> Iterator[Order]:
     parent = os.getppid()
-    while _waits_for_order(pipe, parent):
-        head = _read(pipe, _SIZE.size)
-        if not head:
-            return
-        yield Order.unpacked(_read(pipe, _SIZE.unpack(head)[0]))
+    while _waits_for_order(pipe, parent) and (text := _read_message(pipe)):
+        yield Order(**marshal.loads(text))  # noqa: S302 - our own
 
 
 def _waits_for_order(pipe: int, parent: int) -> bool:
-    """Return True once there is one, or none any more; False if the parent is gone."""
+    """Return True once there is one, or none any more; False if this horse is to end."""
     with _leaving_at_once():
+        if interrupts.shutting_down.is_set():  # it came after the last look
+            return False
         while not select.select([pipe], [], [], IDLE)[0]:
             connections.close_all()
             if os.getppid() != parent:
@@ -342,11 +367,33 @@ def _leaving_at_once() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
+# ---- messages in a pipe; both ends are one program, so marshal does
+
+
+def _message(fields: dict[str, Any]) -> bytes:
+    text = marshal.dumps(fields)
+    return _SIZE.pack(len(text)) + text
+
+
+def _write(pipe: int, text: bytes) -> None:
+    while text:
+        text = text[os.write(pipe, text) :]
+
+
+def _read_message(pipe: int) -> bytes:
+    """Return a message, or nothing if the other end is gone."""
+    head = _read(pipe, _SIZE.size)
+    return _read(pipe, _SIZE.unpack(head)[0]) if len(head) == _SIZE.size else b""
+
+
 def _read(pipe: int, size: int) -> bytes:
     text = b""
     while len(text) < size and (part := os.read(pipe, size - len(text))):
         text += part
     return text
+
+
+# ---- before any horse
 
 
 def freeze() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -79,6 +80,10 @@ class Host:
     def settled(self, claim: Claim) -> None:
         """Its ending is written, or somebody else's stands."""
 
+    def beating(self, heart: Heart) -> AbstractContextManager[Heart]:
+        """Keep its lease alive while it runs."""
+        return beating(heart)
+
 
 host = Host()
 """Replaced by a work horse of DedupWorker, whose parent has minted the owner."""
@@ -120,7 +125,7 @@ def deliver(pk: int, generation: int, *, owner: str, lock: bool = True) -> Statu
     heart = Heart(job_pk=pk, fence=claim.fence, owner=owner, name=claim.name, lease=options.lease)
     signals.tell(signals.attempt_started, claim.name, claim=claim)
     begun = clock.monotonic()
-    with beating(heart):
+    with host.beating(heart):
         ending, status = perform(claim, heart, borrowed=_in_transaction())
     host.settled(claim)
     _free_lock(claim, grip, status)

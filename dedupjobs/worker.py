@@ -57,13 +57,14 @@ from dedupjobs.books import Books, Entry, Taken, Till
 from dedupjobs.coordinator import Coordinator
 from dedupjobs.endings import Error, Failed, Interrupted, Stopped
 from dedupjobs.exceptions import ForeignPickle
-from dedupjobs.horse import GLANCE, Exit, Horse, HorseHost, Order, Ride
+from dedupjobs.horse import GLANCE, Exit, Horse, HorseHost, Order, Perform, Ride, Sheet
 from dedupjobs.lifecycle import Claim, Note
 from dedupjobs.registry import Options
 
 IDLE_WAIT = 2  # seconds that an idle worker blocks in Redis before it looks at its coordinator
 HEARTBEAT_EVERY = 10.0  # seconds between what RQ writes nine times a job; its own patience is 60
-SUSPENSION_EVERY = 1.0  # seconds between two looks whether all workers are suspended
+MOST_RAISED = 3_000  # bytes of a traceback; so short a message is never cut in a pipe
+RQ_GRACE = 60.0  # seconds after which RQ's worker kills a horse that its alarm has not ended
 PICKLE_MARK = b"\x80"  # how every pickle of protocol 2 and up begins
 
 
@@ -115,7 +116,6 @@ class DedupWorker(Worker):
         self._ride: Ride | None = None
         self._interrupt_at: float | None = None
         self._next_heartbeat = 0.0
-        self._next_suspension = 0.0
         self._coordinator: tuple[int, int] | None = None  # pid, our end of its pipe
         self._is_warm = False  # in a horse that runs more than one delivery
 
@@ -179,24 +179,29 @@ class DedupWorker(Worker):
             self._books.note_told(state)
 
     def check_for_suspension(self, burst: bool) -> None:
-        if clock.monotonic() < self._next_suspension:
-            return
+        if self._till.works and not self._till.is_closed:
+            return  # it looks each time
         with self._without_redis():
             super().check_for_suspension(burst)
-        self._next_suspension = clock.monotonic() + SUSPENSION_EVERY
 
     def run_maintenance_tasks(self) -> None:
         with self._without_redis(), self._despite_rubbish():
             super().run_maintenance_tasks()
 
-    def dequeue_job_and_maintain_ttl(self, *args: Any, **kwargs: Any) -> Any:
+    def dequeue_job_and_maintain_ttl(
+        self, timeout: int | None, *args: Any, **kwargs: Any
+    ) -> tuple[RqJob, Queue] | None:
         with self._without_redis(), self._despite_rubbish():
-            if taken := self._till.take(self._ordered_queues):
+            taken = self._till.take(self._ordered_queues)
+            if taken is None and self._till.is_closed:
+                self.check_for_suspension(burst=timeout is None)
+                taken = self._till.take(self._ordered_queues)
+            if taken is not None:
                 return self._receive(taken)
         self._write_books()
         while True:
             with self._despite_rubbish():
-                return super().dequeue_job_and_maintain_ttl(*args, **kwargs)
+                return super().dequeue_job_and_maintain_ttl(timeout, *args, **kwargs)
 
     def _receive(self, taken: Taken) -> tuple[RqJob, Queue]:
         """Do what RQ does with a message that it has popped; ours are read while they run."""
@@ -279,7 +284,7 @@ class DedupWorker(Worker):
             timeout=taken.timeout,
             data=taken.data,
         )
-        ride = self._ride = Ride(owner=order.owner, horse=self._mounted(order))
+        ride = self._ride = Ride(order.owner, self._mounted(order), clock.monotonic())
         job.restore(taken.raw)
         entry.execution._job = job
         self._write_books(entry)
@@ -311,10 +316,10 @@ class DedupWorker(Worker):
             return
         if ride.running:
             self._bury(ride, job.id)
-        if leaves := ride.answer["leaves"]:
+        if leaves := ride.answer.leaves:
             self.log.info("Worker %s: horse %d leaves: %s", self.name, ride.horse.pid, leaves)
             self._let_horse_go()
-        if (raised := ride.answer["raised"]) is None:
+        if (raised := ride.answer.raised) is None:
             self._books.end(entry)
             return
         self._write_books()
@@ -341,14 +346,12 @@ class DedupWorker(Worker):
     def _watch(self, ride: Ride, job: RqJob, execution: Execution) -> None:
         """Return once the horse has answered or died. Each look takes GLANCE s, and no SQL."""
         next_report = clock.monotonic() + self.job_monitoring_interval
-        while ride.answer is None:
-            ride.horse.wait(GLANCE)
-            dead = ride.horse.is_dead
-            ride.hear()
-            if dead:
-                return
+        while True:
+            ride.answer = ride.horse.wait(GLANCE)
+            if ride.answer is not None or ride.horse.is_dead:
+                break
             ride.beat()
-            self._cut_off(ride)
+            self._cut_off(ride, job)
             if clock.monotonic() >= next_report:
                 next_report = clock.monotonic() + self.job_monitoring_interval
                 self.maintain_heartbeats(job, execution)
@@ -356,15 +359,11 @@ class DedupWorker(Worker):
     # ---- a horse of its own, for RQ jobs that are not ours
 
     def fork_work_horse(self, job: RqJob, queue: Queue) -> None:
-        owner = clock.token()
-        reading, writing = os.pipe()
-        os.set_blocking(reading, False)
-        os.set_blocking(writing, False)
-        runner.host = HorseHost(owner=owner, rq_id=job.id, pipe=writing)
+        owner, sheet = clock.token(), Sheet()
+        runner.host = HorseHost(owner=owner, rq_id=job.id, sheet=sheet)
         super().fork_work_horse(job, queue)
-        os.close(writing)
         runner.host = runner.Host()
-        self._ride = Ride(owner=owner, horse=Horse(self.horse_pid, answers=reading))
+        self._ride = Ride(owner, Horse(self.horse_pid, sheet), clock.monotonic())
 
     def main_work_horse(self, job: RqJob, queue: Queue) -> None:
         self._close_family()
@@ -376,15 +375,16 @@ class DedupWorker(Worker):
         job.started_at = now()
         self._watch(ride, job, execution)
         ride.rest()
+        open_left = bool(ride.running)
         ride.horse.close()
         self._horse_pid, self._ride = 0, None
         self.executions.pop(execution.id, None)
-        if ride.horse.status != os.EX_OK or ride.running:
+        if ride.horse.status != os.EX_OK or open_left:
             self._bury_rider(ride, job, queue, execution)
 
     # ---- in a horse
 
-    def _become_horse(self) -> horse.Perform:
+    def _become_horse(self) -> Perform:
         self._close_family()
         clock.reseed()
         self.setup_work_horse_signals()
@@ -446,11 +446,12 @@ class DedupWorker(Worker):
         if not self._is_warm:
             super().handle_job_failure(*args, **kwargs)
             return
-        self._raised = kwargs["exc_string"][-conf.get().MAX_TRACEBACK :]
+        text: str = kwargs["exc_string"]
+        self._raised = text.encode(errors="replace")[-MOST_RAISED:].decode(errors="ignore")
 
     # ---- when one must end
 
-    def _cut_off(self, ride: Ride) -> None:
+    def _cut_off(self, ride: Ride, job: RqJob) -> None:
         """End a horse that has lost its lease, ran out of time, or stands in a shutdown's way."""
         moment = clock.monotonic()
         if ride.heart is not None and ride.heart.lost.is_set():
@@ -458,6 +459,11 @@ class DedupWorker(Worker):
         elif ride.deadline is not None and moment >= ride.deadline:
             ride.killed = ride.killed or "timeout"
             self.kill_horse(signal.SIGKILL)
+        elif (
+            job.timeout != -1
+            and moment >= ride.begun + (job.timeout or Queue.DEFAULT_TIMEOUT) + RQ_GRACE
+        ):
+            self.kill_horse(signal.SIGKILL)  # it hangs outside of any attempt
         elif self._interrupt_at is not None and moment >= self._interrupt_at:
             if ride.term_sent is None:
                 ride.term_sent = moment
