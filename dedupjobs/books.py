@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from redis import Redis
 from redis.client import Pipeline
-from redis.exceptions import ResponseError
+from redis.exceptions import NoPermissionError, ResponseError
 from rq import Queue, Worker
 from rq.executions import Execution, ExecutionRegistry
 from rq.job import Job as RqJob
@@ -119,7 +119,9 @@ class Till:
         keys = [key for q in by_key.values() for key in (q.key, q.intermediate_queue_key)]
         try:
             found = self._script(keys=keys, args=[JOB_PREFIX, WORKERS_SUSPENDED])
-        except ResponseError:  # a server that is too old, or lets us run no scripts
+        except ResponseError as error:
+            if not _is_unable(error):  # full, or read-only: it will be well again
+                raise
             self.works = False
             return None
         self.is_closed = isinstance(found, int)
@@ -128,6 +130,11 @@ class Till:
         key, rq_id, flat = found
         raw = dict(zip(flat[::2], flat[1::2], strict=True))
         return Taken.of(by_key[as_text(key)], as_text(rq_id), raw)
+
+
+def _is_unable(error: ResponseError) -> bool:
+    """Tell whether the server is too old, or lets us run no scripts."""
+    return isinstance(error, NoPermissionError) or "unknown" in str(error).lower()
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,18 +121,26 @@ class Pacemaker:
                 self._changed.wait_for(lambda: self._beating is not heart, STOP_WAIT)
 
     def _run(self) -> None:
-        while True:
-            heart = self._next()
-            try:
-                over = heart.tick().over
-            except (DatabaseError, InterfaceError):
-                connections.close_all()
-                over = False
+        try:
+            while True:
+                self._beat(self._next())
+        finally:  # by an error of ours, which is told as that of any thread
+            connections.close_all()
             with self._changed:
-                self._beating = None
-                if self._heart is heart:
-                    self._due = math.inf if over else clock.monotonic() + heart.lease / 6
+                self._beating, self._wakes = None, -math.inf
                 self._changed.notify_all()
+
+    def _beat(self, heart: Heart) -> None:
+        over = False
+        try:
+            over = heart.tick().over
+        except (DatabaseError, InterfaceError):
+            connections.close_all()
+        with self._changed:
+            self._beating = None
+            if self._heart is heart:
+                self._due = math.inf if over else clock.monotonic() + heart.lease / 6
+            self._changed.notify_all()
 
     def _next(self) -> Heart:
         """Return the heart whose beat is due, once there is one."""

@@ -26,9 +26,7 @@ from typing import Any, cast
 
 from django.core.cache import caches
 from django.db import DatabaseError, InterfaceError, connections
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 from rq import Queue, Worker
 from rq.exceptions import InvalidJobOperation, NoSuchJobError
 from rq.executions import Execution
@@ -236,10 +234,10 @@ class DedupWorker(Worker):
 
     @contextmanager
     def _without_redis(self) -> Iterator[None]:
-        """Go on if Redis does not answer: what the block tells it is bookkeeping."""
+        """Go on if Redis does not do it: what the block tells it is bookkeeping."""
         try:
             yield
-        except (RedisConnectionError, RedisTimeoutError) as error:
+        except RedisError as error:  # full and read-only count as well
             self.log.warning("Worker %s: Redis is away: %s", self.name, error)
 
     def _name_unknown_jobs(self) -> None:
@@ -285,7 +283,9 @@ class DedupWorker(Worker):
             data=taken.data,
         )
         ride = self._ride = Ride(order.owner, self._mounted(order), clock.monotonic())
-        job.restore(taken.raw)
+        with suppress(Exception):  # rubbish in it is RQ's affair; the delivery is on its way
+            job.restore(taken.raw)
+        job.origin, job.timeout = order.queue, order.timeout
         entry.execution._job = job
         self._write_books(entry)
         self._watch(ride, job, entry.execution)

@@ -28,6 +28,7 @@ from dedupjobs.horse import Sheet
 from dedupjobs.lifecycle import Pulse
 from dedupjobs.models import AttemptOutcome, JobAttempt
 from tests import live
+from tests import settings as live_settings
 from tests.app import jobs, warm
 from tests.live import PATIENCE, Spawn, with_server, with_sqlite
 from tests.processes import Spawned
@@ -228,6 +229,41 @@ def test_foreign_jobs_run_in_horses_of_their_own(spawn: Spawn, rq_queue: Queue) 
     assert len(theirs) == 2
     assert f"foreign {ours}" not in theirs
     assert pids_of("b") == [ours]
+
+
+@with_sqlite
+def test_delivery_with_extras_of_rqs_runs_in_a_horse_of_its_own(
+    spawn: Spawn, rq_queue: Queue
+) -> None:
+    outcome = jobs.record.enqueue(tag="extra")
+    rq_queue.connection.delete(rq_queue.key)
+    row = live.row_of(outcome)
+    json_queue = Queue("default", connection=rq_queue.connection, serializer=JSONSerializer)
+    message = json_queue.enqueue(
+        dispatch.ENTRY,
+        args=([[row.pk, row.generation]],),
+        on_success=Callback("tests.app.warm.on_success"),
+    )
+    start(spawn, FOREIGN_PICKLE=True)
+    [ours] = pids_of("a")
+    assert pid_of(outcome) != ours
+    until(lambda: live.notes(message.id) == ["called back"], PATIENCE)
+
+
+@with_sqlite
+def test_worker_that_may_run_no_scripts_takes_messages_as_rq_does(
+    spawn: Spawn, redis_client: redis.Redis
+) -> None:
+    user = f"limited{os.getpid()}"
+    rules = {"keys": ["*"], "channels": ["*"], "commands": ["+@all", "-@scripting"]}
+    redis_client.acl_setuser(user, enabled=True, passwords=["+secret"], **rules)
+    where = live_settings.REDIS.replace("redis://", f"redis://{user}:secret@")
+    try:
+        start(spawn, "default", "high", env={"DEDUPJOBS_TEST_REDIS": where})
+        [horse] = set(pids_of("ab"))
+        assert pid_of(jobs.record_high.enqueue(tag="c")) == horse
+    finally:
+        redis_client.acl_deluser(user)
 
 
 @with_sqlite
@@ -451,3 +487,30 @@ def test_pacemaker_goes_on_beating_after_the_database_was_away() -> None:
     heart = Failing(0.06)
     with Pacemaker().beating(heart):
         until(lambda: heart.beats >= 3)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_pacemaker_beats_for_the_next_heart_although_one_had_an_error_of_ours() -> None:
+    class Broken(Beating):
+        def tick(self) -> Pulse:
+            super().tick()
+            raise RuntimeError("ours")
+
+    pacemaker = Pacemaker()
+    broken, heart = Broken(0.06), Beating(0.06)
+    with pacemaker.beating(broken):
+        until(lambda: broken.beats and pacemaker._beating is None)
+    with pacemaker.beating(heart):
+        until(lambda: heart.beats >= 2)
+
+
+@with_sqlite
+def test_delivery_whose_message_has_rubbish_in_it_runs(
+    spawn: Spawn, redis_client: redis.Redis
+) -> None:
+    outcome = jobs.record.enqueue(tag="a")
+    redis_client.hset(f"rq:job:{live.row_of(outcome).dispatch_id}", "created_at", "yesterday")
+    worker = start(spawn)
+    pid_of(outcome)
+    pids_of("b")
+    assert worker.is_alive()
