@@ -6,7 +6,8 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import psutil
 import pytest
 import redis
 from django.conf import settings
+from django.db import DatabaseError, OperationalError, connection, transaction
 from redis import Redis
 from rq import Queue, Worker
 from rq.job import Callback, JobStatus
@@ -22,14 +24,15 @@ from rq.job import Job as RqJob
 from rq.serializers import DefaultSerializer, JSONSerializer
 from rq.suspension import resume, suspend
 
-from dedupjobs import clock, dispatch
+from dedupjobs import clock, dispatch, slate
 from dedupjobs.heartbeat import Heart, Pacemaker
 from dedupjobs.horse import Sheet
 from dedupjobs.lifecycle import Pulse
 from dedupjobs.models import AttemptOutcome, JobAttempt
-from tests import live
+from tests import live, sessions
 from tests import settings as live_settings
 from tests.app import jobs, warm
+from tests.app.models import Ledger
 from tests.live import PATIENCE, Spawn, with_server, with_sqlite
 from tests.processes import Spawned
 from tests.waiting import until
@@ -128,17 +131,25 @@ def test_horse_without_a_parent_goes(spawn: Spawn) -> None:
 
 
 @with_sqlite
-def test_coordinator_that_is_replaced_keeps_no_horse_from_going(spawn: Spawn) -> None:
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks where Linux lists open files")
+def test_children_of_a_worker_keep_no_pipe_of_each_other_open(spawn: Spawn) -> None:
     worker = start(spawn)
     coordinator = live.coordinator_of(worker)
     [horse] = pids_of("a")
+    assert not pipes_of(horse) & pipes_of(coordinator)
     live.kill(coordinator)
     until(lambda: live.idle_children(worker) not in ([], [coordinator]), PATIENCE)
     [new] = live.idle_children(worker)
-    live.kill(new, signal.SIGSTOP)
-    live.kill(worker.pid)
-    until(lambda: not live.is_running(horse), 4, what="the end of its orders, not its next look")
-    live.kill(new, signal.SIGCONT)
+    until(lambda: not pipes_of(horse) & pipes_of(new), PATIENCE, what="it is itself after its fork")
+
+
+def pipes_of(pid: int) -> set[str]:
+    """Return the pipes of which a process has an end."""
+    found = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.add(os.readlink(fd))
+    return {target for target in found if target.startswith("pipe:")}
 
 
 # ---- what it finds
@@ -158,18 +169,6 @@ def test_what_jobs_change_of_their_process_is_put_back(spawn: Spawn) -> None:
         pids |= {pid_of(soiled), pid_of(then)}
         assert json.loads(live.row_of(then).result) == json.loads(live.row_of(first).result), how
     assert len(pids) == 1, "none of this needs a new horse"
-
-
-@pytest.mark.parametrize("how", ["autocommit off", "raw transaction"])
-def test_transaction_that_a_job_has_left_open_is_not_the_next_ones(spawn: Spawn, how: str) -> None:
-    if how == "raw transaction" and live.connection.vendor != "postgresql":
-        pytest.skip("settling needs no transaction of its own there, or the driver does not tell")
-    worker = start(spawn)
-    warm.soil.enqueue(tag="soil", how=how)
-    until(lambda: live.notes("soil") or JobAttempt.objects.exists(), PATIENCE)
-    pid_of(warm.look.enqueue(tag="after"))
-    assert json.loads(live.row_of(warm.look.enqueue(tag="after")).result)["transaction"] is False
-    assert worker.is_alive()
 
 
 @with_sqlite
@@ -206,9 +205,77 @@ def test_horse_keeps_its_connection_and_gives_it_up_once_it_rests(spawn: Spawn) 
 
 def database_ports(pid: int) -> list[int]:
     """Return our ends of a process's connections to the database."""
-    port = int(live.connection.settings_dict["PORT"])
+    port = int(connection.settings_dict["PORT"])
     found = psutil.Process(pid).net_connections()
     return [c.laddr.port for c in found if c.raddr and c.raddr.port == port]
+
+
+# ---- connections between two jobs
+
+
+def begin_by_hand() -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("BEGIN")
+
+
+OPENED: dict[str, Callable[[], Any]] = {
+    "autocommit off": lambda: transaction.set_autocommit(False),
+    "atomic": lambda: transaction.atomic().__enter__(),
+    "by hand": begin_by_hand,
+}
+
+
+@pytest.mark.parametrize("how", OPENED)
+def test_transaction_that_is_left_open_is_rolled_back(how: str) -> None:
+    if how == "by hand" and connection.vendor == "mysql" and not tells_of_transactions():
+        pytest.skip("mysqlclient tells nobody of a transaction")
+    OPENED[how]()
+    jobs.note("uncommitted")
+    slate.rest_connections()
+    assert not Ledger.objects.filter(tag="uncommitted").exists()
+    assert connection.get_autocommit()
+    assert not connection.in_atomic_block
+    jobs.note("committed")
+    slate.rest_connections()
+    assert Ledger.objects.filter(tag="committed").exists()
+
+
+def tells_of_transactions() -> bool:
+    connection.ensure_connection()
+    return hasattr(connection.connection, "server_status")
+
+
+def test_connection_that_is_well_is_kept() -> None:
+    jobs.note("before")
+    raw = connection.connection
+    with pytest.raises(DatabaseError), connection.cursor() as cursor:
+        cursor.execute("SELECT nonsense FROM nowhere")
+    slate.rest_connections()
+    assert connection.connection is raw
+
+
+@sessions.needs_server
+def test_connection_that_broke_is_closed() -> None:
+    jobs.note("before")
+    sessions.terminate(sessions.own())
+    with pytest.raises(DatabaseError):
+        jobs.note("broken")
+    slate.rest_connections()
+    assert connection.connection is None
+    jobs.note("after")
+
+
+def test_connection_is_closed_at_the_age_that_settings_give_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(connection.settings_dict, "CONN_MAX_AGE", 1)
+    connection.close()
+    connection.ensure_connection()
+    slate.rest_connections()
+    assert connection.connection is not None
+    connection.close_at = clock.monotonic()
+    slate.rest_connections()
+    assert connection.connection is None
 
 
 # ---- jobs that are not ours
@@ -475,8 +542,6 @@ def test_pacemaker_lets_a_beat_end_before_its_heart_rests() -> None:
 
 
 def test_pacemaker_goes_on_beating_after_the_database_was_away() -> None:
-    from django.db import OperationalError
-
     class Failing(Beating):
         def tick(self) -> Pulse:
             super().tick()

@@ -10,7 +10,6 @@ import tempfile
 import threading
 from typing import Any
 
-from django.db import connection, transaction
 from django.utils import translation
 
 from dedupjobs import FOREVER, job
@@ -38,7 +37,6 @@ def look(*, tag: str) -> dict[str, Any]:
         "handler": str(signal.getsignal(signal.SIGUSR1)),
         "masked": [int(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
         "stdout": sys.stdout is KEPT[0] if KEPT else False,
-        "transaction": connection.in_atomic_block,
         "language": translation.get_language(),
         "parent": os.getppid(),
     }
@@ -52,11 +50,6 @@ def _stdout() -> None:
 def _removed_folder() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-
-
-def _raw_transaction() -> None:
-    with connection.cursor() as cursor:
-        cursor.execute("BEGIN")
 
 
 def _sleeper(daemon: bool) -> None:
@@ -76,8 +69,6 @@ SOILING: dict[str, Any] = {
     "mask": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
     "stdout": _stdout,
     "language": lambda: translation.activate("id"),
-    "autocommit off": lambda: transaction.set_autocommit(False),
-    "raw transaction": _raw_transaction,
     "thread": lambda: _sleeper(daemon=False),
     "daemon thread": lambda: _sleeper(daemon=True),
     "many daemon threads": lambda: [_sleeper(daemon=True) for _ in range(20)],
