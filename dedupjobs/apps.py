@@ -11,7 +11,8 @@ class DedupjobsConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from dedupjobs import checks, conf, herald, ledger, logs  # noqa: PLC0415 - models are loaded by now
+        # Models are loaded by now.
+        from dedupjobs import checks, conf, herald, ledger, logs, metrics, tracing  # noqa: PLC0415
 
         if apps.is_installed("django.contrib.admin"):
             from dedupjobs import bulk  # noqa: F401, PLC0415 - it has a job of its own
@@ -19,6 +20,8 @@ class DedupjobsConfig(AppConfig):
         checks.register_all()
         logs.connect()
         ledger.connect()
+        metrics.connect()
+        tracing.connect()
         herald.connect()
         # A wrong setting is a check with an id; it must not keep `manage.py check` from running.
         modules = conf.Settings().AUTODISCOVER if any(conf.problems()) else conf.get().AUTODISCOVER

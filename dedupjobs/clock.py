@@ -114,8 +114,20 @@ class DbNow(Expression):
         return f"(UTC_TIMESTAMP(6) + INTERVAL {self.microseconds} MICROSECOND)"
 
     def _sqlite(self) -> str:
-        shift = f"{self.microseconds / 1_000_000:+.6f} seconds"
-        return f"strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '{shift}')"
+        return f"strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '{self.shift('sqlite')}')"
+
+    SHIFTED = {
+        "postgresql": "(clock_timestamp() + %s * interval '1 microsecond')",
+        "mysql": "(UTC_TIMESTAMP(6) + INTERVAL %s MICROSECOND)",
+        "sqlite": "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', %s)",
+    }
+    """By vendor, the same as SQL that takes ``shift`` as its parameter."""
+
+    def shift(self, vendor: str) -> int | str:
+        """Return how far the moment lies ahead, as the vendor's SQL takes it."""
+        if vendor == "sqlite":
+            return f"{self.microseconds / 1_000_000:+.6f} seconds"
+        return self.microseconds
 
 
 def read_db_now(connection: Any) -> datetime:

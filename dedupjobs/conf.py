@@ -59,6 +59,9 @@ class Settings:
         "apikey",
         "credential",
     )
+    METRICS: bool = True  # count what happens, in Redis
+    METRICS_TOKEN: str | None = None  # with which a scraper may read /metrics without a user
+    LOG_KEYS: bool = False  # do log lines name keys, and not only their hashes?
     DEFAULTS: Mapping[str, Any] = field(default_factory=dict)  # option defaults for all jobs
 
 

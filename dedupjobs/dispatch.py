@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
@@ -110,7 +111,9 @@ def remove(queue: str, dispatch_id: str) -> bool:
 
 
 def _enqueue(queue: str, batch: list[Delivery]) -> None:
-    _producer(queue).queue.enqueue_many(
+    # No transaction: an id comes last, and a hash whose id was cut off expires.
+    pipe = _producer(queue).client.pipeline(transaction=False)
+    messages = (
         Queue.prepare_data(
             ENTRY,
             args=([list(row) for row in delivery.rows],),
@@ -123,6 +126,8 @@ def _enqueue(queue: str, batch: list[Delivery]) -> None:
         )
         for delivery in batch
     )
+    _producer(queue).queue.enqueue_many(messages, pipeline=pipe)
+    pipe.execute()
 
 
 def rq_timeout(delivery: Delivery) -> int:
@@ -305,6 +310,68 @@ def server_of(queue: str) -> str:
     """Return a text that is equal for two queues on the same Redis server and database."""
     kwargs = _producer(queue).client.connection_pool.connection_kwargs
     return ":".join(str(kwargs.get(k, "")) for k in ("host", "port", "path", "db"))
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """The workers that listen to a queue. ``newest``: seconds since one of them gave a sign."""
+
+    count: int
+    newest: float | None
+
+
+LOOKED_AT = 100  # workers of a queue that are asked when they gave their last sign
+
+
+def workers(queue: str) -> Workers:
+    """Return who listens to a queue, as RQ's books have it; raises RedisError."""
+    producer = _producer(queue)
+    with producer.deadline(conf.get().LOCK_TIMEOUT):
+        pipe = producer.client.pipeline(transaction=False)
+        pipe.scard(f"rq:workers:{queue}")
+        pipe.srandmember(f"rq:workers:{queue}", LOOKED_AT)
+        count, keys = pipe.execute()
+        for key in keys:
+            pipe.hget(key, "last_heartbeat")
+        beats = pipe.execute(raise_on_error=False) if keys else []
+    now = clock.utcnow()
+    ages = [max((now - at).total_seconds(), 0.0) for at in map(_moment, beats) if at]
+    return Workers(count, min(ages, default=None))
+
+
+def _moment(text: Any) -> datetime | None:
+    """Return a moment as RQ writes it, or None for anything else."""
+    try:
+        return datetime.fromisoformat(_text(text)).astimezone(UTC)
+    except (TypeError, ValueError, AttributeError):
+        return None
+
+
+def one_queue_per_server() -> list[str]:
+    """Return the first queue of each Redis server."""
+    firsts = {server_of(queue): queue for queue in reversed(queue_names())}
+    return sorted(firsts.values(), key=queue_names().index)
+
+
+def server_time(queue: str) -> float:
+    """Return the clock of a queue's server, in Unix seconds; raises RedisError."""
+    producer = _producer(queue)
+    with producer.deadline(conf.get().LOCK_TIMEOUT):
+        return wire.time_of(producer.client)
+
+
+def server_facts(queue: str) -> dict[str, Any]:
+    """Return what a queue's server says of itself; raises RedisError."""
+    producer = _producer(queue)
+    with producer.deadline(conf.get().LOCK_TIMEOUT):
+        return dict(producer.client.info())
+
+
+def memory(queue: str) -> wire.Memory:
+    """Return how much memory a queue's server uses; raises RedisError."""
+    producer = _producer(queue)
+    with producer.deadline(conf.get().LOCK_TIMEOUT):
+        return wire.memory_of(producer.client)
 
 
 def touch_epoch(queue: str, *, ttl: int) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from django.db import DatabaseError, transaction
 
-from dedupjobs import clock, conf, interrupts, keys, lifecycle, probes, queries
+from dedupjobs import clock, conf, fields, interrupts, keys, lifecycle, probes, queries
 from dedupjobs.context import Attempt, entered
 from dedupjobs.endings import (
     MESSAGE_LIMIT,
@@ -61,6 +61,7 @@ def execute(
         with (
             _savepoint(borrowed),
             entered(attempt),
+            fields.given(claim),
             queries.ended_after(job.options.timeout),
             interrupts.armed(job.options.timeout) as cutter,
         ):

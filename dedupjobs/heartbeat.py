@@ -18,6 +18,8 @@ from django.db import DatabaseError, InterfaceError, connections
 
 from dedupjobs import clock, lifecycle, locks, probes, signals
 from dedupjobs.lifecycle import Pulse
+from dedupjobs.locks import Grip
+from dedupjobs.signals import LockEvent
 
 STOP_WAIT = 2.0  # seconds; a beat that hangs longer in SQL is left to its own time-outs
 
@@ -27,9 +29,20 @@ class Heart:
     Beats for one attempt, from the process that runs it or from that process's parent.
 
     ``lost`` is set once another one has ended the attempt. ``pulse`` is what the last beat saw.
+    ``lock_gone``: the Redis lock was gone or another's. ``tells``: what becomes of the lock; of
+    two hearts of one attempt one does.
     """
 
-    def __init__(self, *, job_pk: int, fence: int, owner: str, name: str, lease: float) -> None:
+    def __init__(
+        self,
+        *,
+        job_pk: int,
+        fence: int,
+        owner: str,
+        name: str,
+        lease: float,
+        tells: bool = True,
+    ) -> None:
         self.job_pk = job_pk
         self.fence = fence
         self.owner = owner
@@ -37,6 +50,8 @@ class Heart:
         self.lease = lease
         self.lost = threading.Event()
         self.pulse = Pulse()
+        self.lock_gone = False
+        self._tells = tells
         self.progress: str | None = None
         self._active = clock.monotonic()
         self._stop = threading.Event()
@@ -65,9 +80,26 @@ class Heart:
         )
         self.see(pulse)
         if not pulse.over:
-            locks.extend(self.job_pk, self.owner, ttl=self.lease)
+            self._renew_lock()
         probes.reach("beat.done")
         return pulse
+
+    def _renew_lock(self) -> None:
+        grip = locks.extend(self.job_pk, self.owner, ttl=self.lease)
+        if not self._tells:
+            return
+        if grip is Grip.BUSY:
+            self.miss_lock()
+        else:
+            event = LockEvent.RENEWED if grip is Grip.HELD else LockEvent.UNREACHABLE
+            signals.tell(signals.lock_moved, self.name, job_pk=self.job_pk, event=event, claim=None)
+
+    def miss_lock(self) -> None:
+        """Tell, once, that the lock is gone or another's although the attempt has not ended."""
+        if not self.lock_gone:
+            self.lock_gone = True
+            facts = {"job_pk": self.job_pk, "event": LockEvent.EXPIRED, "claim": None}
+            signals.tell(signals.lock_moved, self.name, **facts)
 
     def see(self, pulse: Pulse) -> None:
         """Take in what a beat or a look found."""

@@ -22,19 +22,20 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field, fields
+from itertools import count
 from typing import Any, cast
 
 from django.core.cache import caches
 from django.db import connections
 
-from dedupjobs import clock, conf, interrupts, runner
+from dedupjobs import clock, conf, counters, interrupts, runner, spans
 from dedupjobs.heartbeat import Heart, Pacemaker
 from dedupjobs.lifecycle import Claim
 from dedupjobs.registry import Options
 from dedupjobs.slate import Memory, Slate
 
 GLANCE = 1.0  # seconds between two looks of the parent at a running horse
-IDLE = 5.0  # seconds without an order after which a horse gives its databases' connections up
+IDLE = 5  # seconds without an order after which a horse gives its databases' connections up
 GOING = 5.0  # seconds that a horse told to leave may take
 
 _SIZE = struct.Struct("=I")
@@ -263,6 +264,7 @@ class Ride:
                 owner=facts["owner"],
                 name=facts["name"],
                 lease=facts["lease"],
+                tells=False,
             )
             self.heart.start()
 
@@ -291,7 +293,7 @@ def fork(become: Callable[[], Perform]) -> Horse:
             os.setpgrp()
             os.close(giving)
             os.close(hearing)
-            _serve(orders, answers, HorseHost(sheet=sheet), become())
+            _serve(orders, answers, _host(sheet), become())
         except BaseException:
             os._exit(1)
         os._exit(0)
@@ -300,6 +302,11 @@ def fork(become: Callable[[], Perform]) -> Horse:
     os.close(orders)
     os.close(answers)
     return Horse(pid, sheet, orders=giving, answers=hearing)
+
+
+def _host(sheet: Sheet) -> HorseHost:
+    spans.stay()
+    return HorseHost(sheet=sheet, pays_when_idle=True)
 
 
 def _serve(orders: int, answers: int, host: HorseHost, perform: Perform) -> None:
@@ -316,7 +323,13 @@ def _serve(orders: int, answers: int, host: HorseHost, perform: Perform) -> None
         _write(answers, _message({"raised": raised, "leaves": leaves}))
         if leaves:
             break
+    _tell_what_is_owed()
     connections.close_all()
+
+
+def _tell_what_is_owed() -> None:
+    counters.pay()
+    spans.leave()
 
 
 def _open_caches() -> None:
@@ -346,11 +359,16 @@ def _waits_for_order(pipe: int, parent: int) -> bool:
     with _leaving_at_once():
         if interrupts.shutting_down.is_set():  # it came after the last look
             return False
-        while not select.select([pipe], [], [], IDLE)[0]:
-            connections.close_all()
+        for second in count(1):  # of idleness
+            if select.select([pipe], [], [], 1.0)[0]:
+                return True
+            if second == 1:
+                _tell_what_is_owed()
+            elif second == IDLE:
+                connections.close_all()
             if os.getppid() != parent:
                 return False
-    return True
+    raise AssertionError("the seconds never end")
 
 
 @contextmanager

@@ -86,6 +86,7 @@ class Call:
     One call of a job, bound to its signature: what is to be stored.
 
     ``run_after``: an aware datetime, or seconds from now by the database's clock; None: now.
+    ``traceparent``: the W3C trace context of the call, or empty.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Call:
     args: str
     fingerprint: str
     run_after: datetime | float | None = None
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from redis import Redis
 from redis.backoff import NoBackoff
@@ -29,6 +29,31 @@ UNREACHABLE = (RedisError, OSError, NotImplementedError, AttributeError)
 FREE = 0.010  # seconds; faster calls cost the budget nothing
 NEAR = 0.005  # seconds by which a deadline may be missed
 WINDOW = 1.0  # seconds that a budget and an open breaker last
+
+
+class Cargo(Protocol):
+    """Commands that travel in a pipeline which somebody else sends anyway."""
+
+    def load(self, pipe: Any) -> None:
+        """Add the commands to the pipeline."""
+
+    def left_behind(self, error: BaseException) -> None:
+        """The pipeline has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Several cargoes as one."""
+
+    cargoes: tuple[Cargo, ...]
+
+    def load(self, pipe: Any) -> None:
+        for cargo in self.cargoes:
+            cargo.load(pipe)
+
+    def left_behind(self, error: BaseException) -> None:
+        for cargo in self.cargoes:
+            cargo.left_behind(error)
 
 
 @dataclass  # without slots, which all threads would share
@@ -122,6 +147,26 @@ def close(made: Any) -> None:
         client = made()
         getattr(client, "redis", client).connection_pool.disconnect()
     made.cache_clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that a server uses, and may use; 0: it has no limit."""
+
+    used: int
+    limit: int
+
+
+def memory_of(client: Redis) -> Memory:
+    """Ask a server how much memory it uses; raises what Redis raises."""
+    facts: Any = client.info("memory")
+    return Memory(int(facts["used_memory"]), int(facts.get("maxmemory", 0)))
+
+
+def time_of(client: Redis) -> float:
+    """Return a server's clock in Unix seconds; raises what Redis raises."""
+    answer: Any = client.time()
+    return float(answer[0] + answer[1] / 1_000_000)
 
 
 class BudgetSpent(RedisTimeout):

@@ -41,7 +41,10 @@ from dedupjobs import (
     clock,
     conf,
     coordinator,
+    counters,
     dispatch,
+    execution,
+    fields,
     hardening,
     horse,
     interrupts,
@@ -53,10 +56,10 @@ from dedupjobs import (
 )
 from dedupjobs.books import Books, Entry, Taken, Till
 from dedupjobs.coordinator import Coordinator
-from dedupjobs.endings import Error, Failed, Interrupted, Stopped
+from dedupjobs.endings import Ending, Error, Failed, Interrupted, Stopped
 from dedupjobs.exceptions import ForeignPickle
 from dedupjobs.horse import GLANCE, Exit, Horse, HorseHost, Order, Perform, Ride, Sheet
-from dedupjobs.lifecycle import Claim, Note
+from dedupjobs.lifecycle import Claim
 from dedupjobs.registry import Options
 
 IDLE_WAIT = 2  # seconds that an idle worker blocks in Redis before it looks at its coordinator
@@ -121,6 +124,7 @@ class DedupWorker(Worker):
 
     def bootstrap(self, *args: Any, **kwargs: Any) -> None:
         self._demand_one_slot()
+        fields.worker = self.name
         super().bootstrap(*args, **kwargs)
         hardening.harden_connections()
         if not dispatch.reads_json():
@@ -479,8 +483,9 @@ class DedupWorker(Worker):
     def _bury(self, ride: Ride, rq_id: str) -> None:
         """End the attempts that the dead horse has left open: we have reaped it, so it is dead."""
         try:
-            for claim in lifecycle.claimed_by(ride.owner):
-                self._bury_one(claim, ride.killed)
+            with counters.gathering():
+                for claim in lifecycle.claimed_by(ride.owner):
+                    self._bury_one(claim, ride.killed)
             lifecycle.mark_unsent([rq_id])  # rows that it had not claimed yet have no message now
             coordinator.Coordinator().hand_over([q.name for q in self.queues])
         except (DatabaseError, InterfaceError) as error:
@@ -494,21 +499,14 @@ class DedupWorker(Worker):
 
     def _bury_one(self, claim: Claim, killed: str) -> None:
         job = registry.find(claim.name)
-        options = job.options if job else Options()
-        if killed == "timeout":
-            text = f"killed: still running {conf.get().TIMEOUT_GRACE:g} s after its time-out"
-            final = issubclass(TimeoutError, options.give_up_on or ())
-            error = Error(type="builtins.TimeoutError", message=text, traceback="")
-            failed = Failed(error=error, final=final, timed_out=True)
-            runner.settle(claim, failed, Note(error=error), job)
-        elif killed == "shutdown":
-            reason = "killed: did not end within TIMEOUT_GRACE of its interruption"
-            runner.settle(claim, Interrupted(reason=reason), Note(reason=reason), job)
-        elif killed == "stopped":
-            runner.settle(claim, Stopped(reason="stopped through RQ", requested=True), Note(), job)
+        ending = _ending_of(killed, job.options if job else Options())
+        if ending is not None:
+            status = runner.settle(claim, ending, execution.note_of(ending, None), job)
+            if status is not None:
+                runner.tell_end(claim, ending, status, None)
         elif lost := lifecycle.bury(claim.fence, "lost: its process died"):
             coordinator.tell_lost(lost, "death")
-        locks.release(claim.job_pk, claim.owner)
+        locks.release(claim.job_pk, claim.owner, cargo=counters.payment())
 
     def _tell_rq(self, job: RqJob, queue: Queue, execution: Execution, status: int) -> None:
         """Let RQ's own books show the dead horse; our row has been dealt with already."""
@@ -580,6 +578,20 @@ class DedupWorker(Worker):
 def _moment() -> str:
     """Return the time of day in UTC, for what ``ps`` shows."""
     return f"{clock.utcnow():%H:%M:%S}"
+
+
+def _ending_of(killed: str, options: Options) -> Ending | None:
+    """Return how the attempt of a horse ends that was killed for this cause; None: it is lost."""
+    if killed == "timeout":
+        text = f"killed: still running {conf.get().TIMEOUT_GRACE:g} s after its time-out"
+        final = issubclass(TimeoutError, options.give_up_on or ())
+        error = Error(type="builtins.TimeoutError", message=text, traceback="")
+        return Failed(error=error, final=final, timed_out=True)
+    if killed == "shutdown":
+        return Interrupted(reason="killed: did not end within TIMEOUT_GRACE of its interruption")
+    if killed == "stopped":
+        return Stopped(reason="stopped through RQ", requested=True)
+    return None
 
 
 def _warm_up() -> None:

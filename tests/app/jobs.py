@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -468,3 +469,9 @@ def break_query(*, tag: str) -> None:
     note(tag)
     with connection.cursor() as cursor:
         cursor.execute("SELECT nonsense FROM nowhere")
+
+
+@job(key="log:{tag}", unique_for=FOREVER)
+def log_a_line(*, tag: str) -> None:
+    """Write a log line of the job's own."""
+    logging.getLogger("shop").warning("charging")
