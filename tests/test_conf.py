@@ -41,6 +41,9 @@ def test_defaults_are_those_of_the_design() -> None:
         "MAX_RESULT": 65_536,
         "MAX_TRACEBACK": 16_384,
         "REDACT": ("password", "passwd", "secret", "token", "api_key", "apikey", "credential"),
+        "METRICS": True,
+        "METRICS_TOKEN": None,
+        "LOG_KEYS": False,
         "DEFAULTS": {},
     }
 

@@ -233,6 +233,8 @@ def test_transaction_that_is_left_open_is_rolled_back(how: str) -> None:
     jobs.note("uncommitted")
     slate.rest_connections()
     assert not Ledger.objects.filter(tag="uncommitted").exists()
+    transaction.set_autocommit(False)
+    slate.rest_connections()
     assert connection.get_autocommit()
     assert not connection.in_atomic_block
     jobs.note("committed")
@@ -310,6 +312,7 @@ def test_delivery_with_extras_of_rqs_runs_in_a_horse_of_its_own(
         dispatch.ENTRY,
         args=([[row.pk, row.generation]],),
         on_success=Callback("tests.app.warm.on_success"),
+        result_ttl=60,
     )
     start(spawn, FOREIGN_PICKLE=True)
     [ours] = pids_of("a")
@@ -326,9 +329,10 @@ def test_worker_that_may_run_no_scripts_takes_messages_as_rq_does(
     redis_client.acl_setuser(user, enabled=True, passwords=["+secret"], **rules)
     where = live_settings.REDIS.replace("redis://", f"redis://{user}:secret@")
     try:
-        start(spawn, "default", "high", env={"DEDUPJOBS_TEST_REDIS": where})
+        worker = start(spawn, "default", "high", env={"DEDUPJOBS_TEST_REDIS": where})
         [horse] = set(pids_of("ab"))
         assert pid_of(jobs.record_high.enqueue(tag="c")) == horse
+        assert "Redis is away" not in worker.output
     finally:
         redis_client.acl_deluser(user)
 
