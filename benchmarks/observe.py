@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks import rounds, servers
 
-DEFAULTS = {"scrape": ("postgresql", "1000000"), "overhead": ("sqlite", "400")}
+DEFAULTS = {"scrape": ("postgresql", "1000000"), "overhead": ("sqlite", "100")}
 
 
 def main(kind: str, *arguments: str) -> None:

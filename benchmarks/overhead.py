@@ -22,7 +22,7 @@ from django.test import override_settings
 from benchmarks import jobs, usage
 from dedupjobs import counters
 
-ROUNDS = 15
+ROUNDS = 11
 _numbers = count()
 
 

@@ -217,11 +217,14 @@ def _count(counts: Mapping[str, int]) -> None:
 @contextmanager
 def gathering() -> Iterator[None]:
     """Make no trip for what is counted in the block: somebody carries it, or it waits."""
-    _owed.gathering += 1
+    owed = _owed
+    with owed.guard:
+        owed.gathering += 1
     try:
         yield
     finally:
-        _owed.gathering -= 1
+        with owed.guard:
+            owed.gathering -= 1
 
 
 # ---- sending

@@ -111,10 +111,13 @@ def remove(queue: str, dispatch_id: str) -> bool:
 
 
 def _enqueue(queue: str, batch: list[Delivery]) -> None:
-    # No transaction: an id comes last, and a hash whose id was cut off expires.
-    pipe = _producer(queue).client.pipeline(transaction=False)
-    messages = (
-        Queue.prepare_data(
+    """Save RQ jobs and push their ids, as ``Queue.enqueue_many`` does with more commands."""
+    producer = _producer(queue)
+    # No transaction: an id comes last, and the hash of one that was cut off expires.
+    pipe = producer.client.pipeline(transaction=False)
+    pipe.sadd(Queue.redis_queues_keys, producer.queue.key)
+    for delivery in batch:
+        job = producer.queue.create_job(
             ENTRY,
             args=([list(row) for row in delivery.rows],),
             job_id=delivery.dispatch_id,
@@ -124,9 +127,10 @@ def _enqueue(queue: str, batch: list[Delivery]) -> None:
             failure_ttl=FAILURE_TTL,
             description=f"{delivery.name} ({len(delivery.rows)} row)",
         )
-        for delivery in batch
-    )
-    _producer(queue).queue.enqueue_many(messages, pipeline=pipe)
+        job.enqueued_at = clock.utcnow()
+        job.save(pipeline=pipe)
+        pipe.expire(job.key, QUEUED_TTL)
+        producer.queue.push_job_id(job.id, pipeline=pipe)
     pipe.execute()
 
 

@@ -120,7 +120,7 @@ class _Found:
     gauges: dict[str, dict[Labels, float]] = field(default_factory=dict)
     duplicates: dict[Labels, int] | None = None
     counts: Counts | None = None
-    at_work: list[tuple[int, datetime]] = field(default_factory=list)
+    at_work: list[tuple[int, datetime]] | None = None
     now: datetime | None = None
 
     def gauge(self, name: str, value: float, *labels: str) -> None:
@@ -164,6 +164,7 @@ def _read_tables(found: _Found) -> None:
         found.at_work = list(open_ones.values_list("job_id", "claimed_at")[:MOST_LOCKS])
         found.gauge("database_up", 1)
     except (DatabaseError, InterfaceError):
+        found.gauges.clear()  # all or nothing
         found.gauge("database_up", 0)
 
 
@@ -215,7 +216,7 @@ def _read_counters(found: _Found) -> None:
 
 
 def _read_locks(found: _Found) -> None:
-    if found.now is None:
+    if found.now is None or found.at_work is None:
         return
     there = locks.seen([pk for pk, _ in found.at_work])
     ages = [(found.now - at).total_seconds() for pk, at in found.at_work if pk in there]

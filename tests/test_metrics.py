@@ -42,7 +42,7 @@ from dedupjobs.models import JobAttempt, ProcessedJob, Status
 from dedupjobs.registry import FOREVER, job
 from tests import live
 from tests.app import jobs
-from tests.rows import alter, alter_attempt, at, claimed, expire, race
+from tests.rows import alter, alter_attempt, at, claimed, expire, race, tables_missing
 from tests.servers import Valkey
 from tests.waiting import until
 
@@ -409,8 +409,9 @@ def test_horse_killed_past_its_time_out_is_counted_by_its_parent_and_its_end_is_
     spawn: live.Spawn,
 ) -> None:
     outcome = jobs.swallow_everything.enqueue(tag="a")
-    live.start_worker(spawn, TIMEOUT_GRACE=0.5)
+    worker = live.start_worker(spawn, TIMEOUT_GRACE=0.5)
     live.wait_for(outcome, Status.DEAD)
+    worker.wait_for_output(f"row {outcome.job.pk} is DEAD (failures)")
     name = jobs.swallow_everything.name
     until(
         lambda: counters.read().counters["attempts_total"] == {("TIMED_OUT", name): 1},
@@ -580,6 +581,17 @@ def test_scrape_while_redis_is_away_answers_soon_with_what_the_tables_say(
     assert "dedupjobs_database_up 1.0" in text
     assert 'dedupjobs_backlog{queue="default"} 0.0' in text
     assert not any(line.startswith("dedupjobs_attempts_total") for line in text), "no false 0"
+
+
+def test_scrape_without_tables_answers_with_what_redis_says_and_no_false_0() -> None:
+    counters.add("attempts_total", "FAILED", RECORD)
+    with tables_missing():
+        text = lines()
+    assert "dedupjobs_database_up 0.0" in text
+    assert "dedupjobs_redis_up 1.0" in text
+    assert f'dedupjobs_attempts_total{{job="{RECORD}",outcome="FAILED"}} 1.0' in text
+    for name in ("backlog", "stale_processing_records", "active_locks", "duplicate_detected"):
+        assert not any(line.startswith(f"dedupjobs_{name}") for line in text)
 
 
 def test_counts_made_while_redis_is_away_are_told_when_it_is_back(own_redis: Valkey) -> None:
