@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
+
 from django.apps import AppConfig, apps
-from django.utils.module_loading import autodiscover_modules
+from django.conf import settings
+from django.utils.module_loading import autodiscover_modules, import_string
 from django.utils.translation import gettext_lazy as _
 
 
@@ -26,3 +30,13 @@ class DedupjobsConfig(AppConfig):
         # A wrong setting is a check with an id; it must not keep `manage.py check` from running.
         modules = conf.Settings().AUTODISCOVER if any(conf.problems()) else conf.get().AUTODISCOVER
         autodiscover_modules(*modules)
+        _find_tasks()
+
+
+def _find_tasks() -> None:
+    """Let a process that has our backend for django.tasks find tasks by their rows."""
+    with suppress(Exception):  # the framework tells what is wrong, once it is used
+        for params in getattr(settings, "TASKS", {}).values():
+            import_string(params["BACKEND"])
+    if backends := sys.modules.get("dedupjobs.backends"):
+        backends.load_modules()

@@ -386,7 +386,8 @@ def _tell_later(news: list[_News]) -> None:
 def _mismatched(job: Job[..., Any], call: Call, outcome: Outcome, news: list[_News]) -> Outcome:
     """Say by the job's policy that the key is held by other arguments."""
     row, policy = outcome.job, job.options.on_mismatch
-    differing = keys.differing(row.args, call.args)
+    found = keys.differing(row.args, call.args)
+    differing = tuple(name for name in found if name in (job.fingerprint or found))
     error = PayloadMismatch(
         outcome, differing=differing, stored=row.fingerprint, given=call.fingerprint
     )

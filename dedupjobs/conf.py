@@ -93,6 +93,23 @@ def problems() -> Iterator[str]:
             yield f"DEDUPJOBS[{name!r}] = {value!r}: {wrong}"
 
 
+LONGER = {  # the first must be the longer one
+    ("LEADER_TTL", "TICK"): "the leader would lose its lease between two rounds",
+    ("L2_TTL", "L1_TTL"): "a process would believe what Redis has forgotten",
+}
+
+
+def contradictions() -> Iterator[tuple[str, str]]:
+    """Yield a sentence and its cure per pair of right settings that do not go together."""
+    if any(problems()):
+        return
+    for (longer, shorter), why in LONGER.items():
+        one, other = getattr(get(), longer), getattr(get(), shorter)
+        if one <= other:
+            text = f"DEDUPJOBS[{longer!r}] = {one:g} s is not longer than {shorter} = {other:g} s"
+            yield f"{text}: {why}.", f"Lengthen {longer} or shorten {shorter}."
+
+
 _TUPLES = {
     "AUTODISCOVER": 'module names, for example ("jobs",)',
     "REDACT": 'parts of argument names, for example ("password", "token")',

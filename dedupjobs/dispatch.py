@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -150,7 +150,17 @@ def rq_timeout(delivery: Delivery) -> int:
 
 def queue_names() -> list[str]:
     """Return the names of RQ_QUEUES."""
-    return list(getattr(settings, "RQ_QUEUES", {}))
+    given = getattr(settings, "RQ_QUEUES", {})
+    return list(given) if isinstance(given, Mapping) else []
+
+
+def why_unusable(queue: str) -> str:
+    """Return why a queue's settings give no connection, or an empty string; connects to nobody."""
+    try:
+        get_redis_connection(settings.RQ_QUEUES[queue])
+    except Exception as error:  # whatever django-rq and redis-py make of them
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def check_queue(name: str) -> None:
@@ -162,7 +172,8 @@ def check_queue(name: str) -> None:
 
 def reads_json() -> bool:
     """Return whether the project's workers read JSON: exactly those built on DedupWorker."""
-    worker = getattr(settings, "RQ", {}).get("WORKER_CLASS")
+    given = getattr(settings, "RQ", {})
+    worker = given.get("WORKER_CLASS") if isinstance(given, Mapping) else None
     found = import_string(worker) if isinstance(worker, str) else worker
     return bool(getattr(found, "reads_json", False))
 

@@ -65,9 +65,9 @@ def execute(
             queries.ended_after(job.options.timeout),
             interrupts.armed(job.options.timeout) as cutter,
         ):
-            returned = job.func(*bound.args, **bound.kwargs)
-            if inspect.iscoroutine(returned):
-                returned = asyncio.run(returned)
+            value: Any = job.func(*bound.args, **bound.kwargs)
+            # Not in two steps: a coroutine that was made and failed has returned nothing.
+            returned = asyncio.run(value) if inspect.iscoroutine(value) else value
     except BaseException as raised:
         _leave_if_forked(pid, 1)
         if isinstance(raised, CutOff) and not borrowed:

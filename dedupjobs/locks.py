@@ -27,7 +27,7 @@ from redis import Redis
 from redis.exceptions import LockError
 from redis.lock import Lock
 
-from dedupjobs import conf, probes, wire
+from dedupjobs import conf, probes, seal, wire
 from dedupjobs.wire import UNREACHABLE, Cargo
 
 WAITED_TTL = 86_400_000  # milliseconds that a wait is remembered, and measured
@@ -149,7 +149,7 @@ def lead(owner: str, *, ttl: float) -> Grip:
     """Take or renew the coordinators' leader lease; it only saves double work."""
 
     def take() -> Grip:
-        lock = _named("leader", ttl)
+        lock = _leader(ttl)
         lock.local.token = owner.encode()
         if lock.acquire(blocking=False, token=owner):
             return Grip.HELD
@@ -167,7 +167,7 @@ def resign(owner: str) -> None:
     """Give the leader lease up, so that the next coordinator need not wait for its end."""
 
     def give() -> Grip:
-        lock = _named("leader", 1)
+        lock = _leader(1)
         lock.local.token = owner.encode()
         with suppress(LockError):
             lock.release()
@@ -235,6 +235,11 @@ def _name(name: str) -> str:
     """Return a key as cache.lock makes it."""
     cache: Any = caches[conf.get().LOCK_CACHE]
     return str(cache.client.make_key(f"{conf.get().PREFIX}:{name}"))
+
+
+def _leader(ttl: float) -> Lock:
+    """The lease of this project: another one under the same PREFIX must not keep it from acting."""
+    return _named(f"leader:{seal.sign('leader', '')[:8]}", ttl)
 
 
 def _named(name: str, ttl: float) -> Lock:

@@ -22,7 +22,7 @@ from django.test import override_settings
 from rq.job import Job as RqJob
 from rq.serializers import JSONSerializer
 
-from dedupjobs import cache, clock, dispatch, lifecycle, locks, runner, stats
+from dedupjobs import cache, clock, counters, dispatch, lifecycle, locks, runner, stats
 from dedupjobs.clock import DbNow
 from dedupjobs.lifecycle import Claim, Place
 from dedupjobs.models import AttemptOutcome, JobAttempt, ProcessedJob, Status
@@ -208,6 +208,7 @@ def _forget_clients() -> None:
     locks.forget_clients()
     stats.forget_clients()
     cache.forget_clients()
+    counters.forget_clients()
 
 
 @contextmanager

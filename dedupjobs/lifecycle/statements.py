@@ -52,7 +52,7 @@ class MomentSlot(Slot):
     """The same for ``DbNow(after)``: its value is that expression, whose seconds it takes."""
 
     def as_sql(self, compiler: Any, connection: Any, **_: Any) -> tuple[str, tuple[Any, ...]]:
-        return DbNow.SHIFTED[connection.vendor], (self,)
+        return DbNow.shifted(connection.vendor), (self,)
 
     def bind(self, value: DbNow, connection: Any) -> Any:
         return value.shift(connection.vendor)

@@ -192,6 +192,11 @@ async def record_async(*, tag: str) -> str:
     return f"async {tag}"
 
 
+@job(key="async fails:{tag}", unique_for=FOREVER, max_attempts=2, backoff=0.1)
+async def fail_async(*, tag: str) -> None:
+    raise ValueError(f"no luck with {tag}")
+
+
 # ---- jobs that take time; ``release`` is a file whose appearance lets them go on
 
 

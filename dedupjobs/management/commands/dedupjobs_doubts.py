@@ -33,8 +33,7 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         since = asked.since(options["since"], lifecycle.database_now())
         name = asked.job_name(options["job"]) if options["job"] is not None else None
-        if options["limit"] < 1:
-            raise asked.refused(f"--limit {options['limit']}: give a whole number of at least 1.")
+        asked.at_least_one("--limit", options["limit"])
         found = doubts.since(since, name=name, most=options["limit"])
         if options["csv"]:
             writer = csv.writer(self.stdout, lineterminator="\n")
