@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 PYTEST := $(BIN)/python -m pytest -n 2
 APART := $(patsubst %,--ignore=tests/%,simulation mutants faults browser)
 
-.PHONY: help demo test browser simulate mutants verify mariadb faults campaign growth exhaustive check lint types layers migrations format bench bench-faults wheel clean
+.PHONY: help demo test browser simulate mutants verify mariadb matrix faults campaign growth exhaustive check lint types layers migrations format bench bench-observe bench-faults wheel clean
 
 help: ## List these commands
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,9 @@ mariadb: $(VENV)/.test ## Run suite and proofs on MariaDB, which the machine mus
 verify: $(VENV)/.test ## Run the larger tests: model against code, fences, a moving clock, long stories
 	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) -m large $(APART) $(ARGS)
 	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) -m large $(APART) $(ARGS)
+
+matrix: $(VENV)/.test ## Run the suite on every Python, Django, database and Redis that is here; ARGS=--ci: few
+	$(BIN)/python -m tests.matrix $(if $(ARGS),$(ARGS),--write docs/matrix.md)
 
 faults: $(VENV)/.test ## Strike real processes and servers: every kind of fault, every probe
 	$(BIN)/python -m pytest --ds tests.faults.settings tests/faults
@@ -85,6 +88,10 @@ format: $(VENV)/.dev ## Put code into shape
 
 bench: $(VENV)/.demo ## Compare with plain RQ and with a hand-made decorator
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-observe: $(VENV)/.test ## What a scrape of a million rows costs, and metrics and logs a job
+	$(BIN)/python -m benchmarks.observe scrape $(ARGS)
+	$(BIN)/python -m benchmarks.observe overhead
 
 bench-faults: $(VENV)/.test ## The same contestants under one script of faults
 	$(BIN)/python -m benchmarks.faults $(ARGS)

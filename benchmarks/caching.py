@@ -22,6 +22,7 @@ from statistics import median, quantiles
 from typing import Any
 
 LISTENERS = 4
+UNHEARD = 50  # changes that nobody tells
 ROUNDS = 5
 
 
@@ -30,7 +31,12 @@ def measure(reads: str, changes: str) -> dict[str, float]:
     from django.core.management import call_command  # noqa: PLC0415 - after the set-up
 
     call_command("migrate", verbosity=0)
-    return {**_reads(int(reads)), **_enqueues(int(reads) // 10), **_news(int(changes))}
+    return {
+        **_reads(int(reads)),
+        **_enqueues(int(reads) // 10),
+        **_news(int(changes)),
+        **_unheard(),
+    }
 
 
 # ---- reading
@@ -62,9 +68,10 @@ def _reads(count: int) -> dict[str, float]:
         client.delete(entry)
         cache.read(key, holds=True)
 
+    # Who asks nobody else is measured by the time of his own processor.
     l1, status = (
-        _rate(lambda: cache.read(key, holds=True), count),
-        _rate(lambda: deduplicated.status(0), count // 10),
+        _rate(lambda: cache.read(key, holds=True), count, time.process_time),
+        _rate(lambda: deduplicated.status(0), count // 10, time.process_time),
     )
     bare, l2 = _in_turn(lambda: client.get(entry), from_redis, count // 50)
     with CaptureQueriesContext(connection) as asked:
@@ -80,14 +87,16 @@ def _reads(count: int) -> dict[str, float]:
     }
 
 
-def _rate(call: Callable[[], Any], count: int) -> float:
+def _rate(
+    call: Callable[[], Any], count: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Return calls per second, the best of some rounds."""
     rates = []
     for _ in range(ROUNDS):
-        begun = time.perf_counter()
+        begun = clock()
         for _ in range(count):
             call()
-        rates.append(count / (time.perf_counter() - begun))
+        rates.append(count / (clock() - begun))
     return max(rates)
 
 
@@ -202,6 +211,39 @@ def _news(count: int) -> dict[str, float]:
             listener.join(10)
     cuts = quantiles(delays, n=100)
     return {"heard_after_p50_ms": 1000 * cuts[49], "heard_after_p99_ms": 1000 * cuts[98]}
+
+
+# ---- not being told
+
+
+def _unheard() -> dict[str, float]:
+    """Change keys that this process knows, tell nobody, and see how long it believes the old."""
+    from django.test import override_settings  # noqa: PLC0415
+
+    from benchmarks.jobs import deduplicated  # noqa: PLC0415
+    from dedupjobs import FOREVER, cache, clock, lifecycle  # noqa: PLC0415
+    from dedupjobs.lifecycle import Place  # noqa: PLC0415
+    from dedupjobs.models import Status  # noqa: PLC0415
+
+    with override_settings(DEDUPJOBS={"LISTEN": "never", "PUSH_TIMEOUT": 10}):
+        cache.forget_clients()
+        numbers = range(5_000_000, 5_000_000 + UNHEARD)
+        deduplicated.enqueue_many([{"number": n} for n in numbers])
+        changed = {}
+        for number in numbers:
+            job = deduplicated.enqueue(number).job
+            deduplicated.status(number)
+            claim = lifecycle.claim(job.pk, 1, owner=clock.token(), place=Place())
+            lifecycle.complete(claim, "null", unique_for=FOREVER)  # type: ignore[arg-type]
+            changed[number] = time.monotonic()
+        delays = []
+        while changed:
+            for number, at in list(changed.items()):
+                if deduplicated.status(number) is Status.SUCCEEDED:
+                    delays.append(time.monotonic() - at)
+                    del changed[number]
+            time.sleep(0.01)
+    return {"unheard_believed_max_s": max(delays)}
 
 
 # ---- the command

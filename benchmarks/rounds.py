@@ -32,7 +32,7 @@ class Contestant:
 
     @property
     def forks(self) -> bool:
-        return self.worker != "rq.SimpleWorker"
+        return self.worker == "rq.Worker"
 
 
 CONTESTANTS = (
@@ -62,8 +62,8 @@ def run(
     }
     # Without bytecode on disk every forked horse would compile what it imports, again and again.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    _python(environment, "-m", "django", "migrate", "--run-syncdb", "--verbosity", "0")
-    counted = _measure(environment, "statements")
+    python(environment, "-m", "django", "migrate", "--run-syncdb", "--verbosity", "0")
+    counted = measure(environment, "statements")
     drains: Rounds = defaultdict(list)
     enqueues: Rounds = defaultdict(list)
     for number in range(rounds):
@@ -71,18 +71,18 @@ def run(
         for one in CONTESTANTS:
             environment["BENCH_WORKER"] = one.worker
             count = jobs if one.forks else FAST * jobs
-            drains[one.name].append(_measure(environment, "drain", one.dressing, str(count)))
+            drains[one.name].append(measure(environment, "drain", one.dressing, str(count)))
         for way in WAYS:
-            enqueues[way].append(_measure(environment, "enqueue", way, str(FAST * jobs)))
+            enqueues[way].append(measure(environment, "enqueue", way, str(FAST * jobs)))
     return {"drains": drains, "enqueues": enqueues, **counted}
 
 
-def _measure(environment: dict[str, str], *arguments: str) -> Any:
-    output = _python(environment, "-m", "benchmarks.measure", *arguments)
+def measure(environment: dict[str, str], *arguments: str) -> Any:
+    output = python(environment, "-m", "benchmarks.measure", *arguments)
     return json.loads(output.splitlines()[-1])
 
 
-def _python(environment: dict[str, str], *arguments: str) -> str:
+def python(environment: dict[str, str], *arguments: str) -> str:
     """Run and return what it printed; nothing that it started survives an interruption."""
     process = subprocess.Popen(
         [sys.executable, *arguments],

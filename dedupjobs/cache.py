@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -117,11 +117,14 @@ def read(key_hash: str, *, holds: bool) -> Known | None:
         known, _ = _from_database(key_hash, holds)
         return known
     if (found := _l1.get(key_hash)) is not None:
+        counts["process"] += 1
         return found
     with _l1.reading(key_hash) as reading:
         found = _from_redis(key_hash)
         if found is not None and not _l1.has_newer(key_hash, found):
+            counts["redis"] += 1
             return _l1.put(reading, found, conf.get().L1_TTL)
+        counts["missed"] += 1
         lease = _take_lease(key_hash)
         probes.reach("cache.leased")
         known, left = _from_database(key_hash, holds)
@@ -138,13 +141,15 @@ def success(key_hash: str) -> Known | None:
     """Return a success that is known to hold this key, without asking the database."""
     if not is_on():
         return None
-    found = _l1.get(key_hash)
+    found, level = _l1.get(key_hash), "process"
     if found is None:
         with _l1.reading(key_hash) as reading:
-            found = _from_redis(key_hash)
+            found, level = _from_redis(key_hash), "redis"
             if found is None or _l1.has_newer(key_hash, found):
+                counts["missed"] += 1
                 return None
             found = _l1.put(reading, found, conf.get().L1_TTL)
+    counts[level if found.holds else "missed"] += 1
     return found if found.holds else None
 
 
@@ -179,6 +184,10 @@ def is_on() -> bool:
 
 def _shorter(ttl: float, left: float | None) -> float:
     return ttl if left is None else min(ttl, left)
+
+
+counts: Counter[str] = Counter()
+"""How many reads of this process were answered by the "process", by "redis", or "missed"."""
 
 
 # ---- the database
@@ -242,9 +251,10 @@ class _L1:
         entry = self.entries.get(key_hash)
         if entry is None or entry.until <= clock.monotonic():
             return None
-        with self.guard:
-            if key_hash in self.entries:
-                self.entries.move_to_end(key_hash)
+        try:  # noqa: SIM105 - the fastest line of all
+            self.entries.move_to_end(key_hash)
+        except KeyError:
+            pass  # it was pushed out meanwhile
         return entry.known
 
     @contextmanager
@@ -309,6 +319,7 @@ def _forget_l1() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_l1)
+os.register_at_fork(after_in_child=counts.clear)
 
 
 def expire(key_hash: str) -> None:
@@ -335,7 +346,7 @@ def entry_key(key_hash: str) -> str:
 def _from_redis(key_hash: str) -> Known | None:
     try:
         with client().spending(budget):
-            raw = client().redis.get(entry_key(key_hash))
+            raw = client().get(entry_key(key_hash))
     except UNREACHABLE:
         return None
     return None if raw is None else _decoded(key_hash, raw)
@@ -384,19 +395,19 @@ def _decoded(key_hash: str, raw: bytes | str) -> Known | None:
         return None
     pk, version = stamp.split(".")
     generation, name, key, scope, queue, fingerprint, until, result = json.loads(body)
-    return Known(
-        key_hash=key_hash,
-        stamp=Stamp(int(pk), int(version)),
-        status=Status.SUCCEEDED,
-        holds=True,
-        generation=generation,
-        name=name,
-        key=key,
-        scope=scope,
-        queue=queue,
-        fingerprint=fingerprint,
-        unique_until=datetime.fromisoformat(until) if until else None,
-        result=result,
+    return Known(  # by place, which is faster than by name
+        key_hash,
+        Stamp(int(pk), int(version)),
+        Status.SUCCEEDED,
+        True,
+        generation,
+        name,
+        key,
+        scope,
+        queue,
+        fingerprint,
+        datetime.fromisoformat(until) if until else None,
+        result,
     )
 
 

@@ -9,7 +9,7 @@ System checks: what would hurt in production is named by `manage.py check`, with
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import islice, pairwise
 from typing import Any
@@ -21,6 +21,7 @@ from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, connections
 from django.utils.module_loading import import_string
+from rq.worker import BaseWorker
 
 from dedupjobs import conf, coordinator, dispatch, lifecycle, registry, slots
 from dedupjobs.models import ProcessedJob
@@ -48,7 +49,11 @@ def register_all() -> None:
 
 
 def _settings(**_: Any) -> list[CheckMessage]:
-    return [Error(text, id="dedupjobs.E001") for text in conf.problems()]
+    mistakes = [*conf.problems(), *registry.wrong_defaults()]
+    return [
+        *(Error(text, id="dedupjobs.E001") for text in mistakes),
+        *(Warning(t, hint=cure, id="dedupjobs.W009") for t, cure in conf.contradictions()),
+    ]
 
 
 def _jobs(**_: Any) -> list[CheckMessage]:
@@ -170,15 +175,20 @@ def _too_long_for_sqlite(options: registry.Options) -> bool:
 
 
 def _queues(**_: Any) -> list[CheckMessage]:
-    if dispatch.queue_names():
-        return []
-    return [
-        Error(
-            "RQ_QUEUES is missing or empty, so no job can be handed to a worker.",
-            hint='Set RQ_QUEUES = {"default": {"URL": "redis://localhost:6379/0"}}.',
-            id="dedupjobs.E004",
-        )
-    ]
+    hint = 'Set RQ_QUEUES = {"default": {"URL": "redis://localhost:6379/0"}}.'
+    given = getattr(settings, "RQ_QUEUES", {})
+    if not isinstance(given, Mapping):
+        return [Error(f"RQ_QUEUES is {given!r}, no dict.", hint=hint, id="dedupjobs.E004")]
+    if not given:
+        text = "RQ_QUEUES is missing or empty, so no job can be handed to a worker."
+        return [Error(text, hint=hint, id="dedupjobs.E004")]
+    found: list[CheckMessage] = []
+    for name in given:
+        if wrong := dispatch.why_unusable(name):
+            text = f"RQ_QUEUES[{name!r}] gives no connection: {wrong}."
+            cure = 'Give it a "URL", or "HOST" and "PORT", as django-rq describes.'
+            found.append(Error(text, hint=cure, id="dedupjobs.E027"))
+    return found
 
 
 def _lock_cache(**_: Any) -> list[CheckMessage]:
@@ -272,19 +282,17 @@ def _ignores_exceptions(options: dict[str, Any]) -> bool:
 
 
 def _worker(**_: Any) -> list[CheckMessage]:
-    path = getattr(settings, "RQ", {}).get("WORKER_CLASS", "rq.Worker")
+    given = getattr(settings, "RQ", {})
+    if not isinstance(given, Mapping):
+        return [_no_worker(f"RQ is {given!r}, no dict.")]
+    path = given.get("WORKER_CLASS", "rq.Worker")
     try:
-        reads_json = dispatch.reads_json()
-        if isinstance(path, str):
-            import_string(path)
+        found = import_string(path) if isinstance(path, str) else path
     except ImportError as error:
-        return [
-            Error(
-                f'RQ["WORKER_CLASS"] = {path!r} can not be imported: {error}.',
-                hint='Use "dedupjobs.worker.DedupWorker".',
-                id="dedupjobs.E007",
-            )
-        ]
+        return [_no_worker(f'RQ["WORKER_CLASS"] = {path!r} can not be imported: {error}.')]
+    if not (isinstance(found, type) and issubclass(found, BaseWorker)):
+        return [_no_worker(f'RQ["WORKER_CLASS"] = {path!r} is no worker of RQ.')]
+    reads_json = dispatch.reads_json()
     if reads_json:
         return []
     return [
@@ -302,6 +310,11 @@ def _worker(**_: Any) -> list[CheckMessage]:
             id="dedupjobs.W002",
         ),
     ]
+
+
+def _no_worker(text: str) -> CheckMessage:
+    hint = 'Set RQ = {"WORKER_CLASS": "dedupjobs.worker.DedupWorker"}.'
+    return Error(text, hint=hint, id="dedupjobs.E007")
 
 
 def _vendor() -> str:

@@ -20,6 +20,7 @@ from dedupjobs import (
     keys,
     lifecycle,
     signals,
+    spans,
     stats,
 )
 from dedupjobs.cache import Known
@@ -218,9 +219,15 @@ def enqueue_many(variant: Variant, calls: Iterable[Mapping[str, Any]]) -> list[O
     job = variant.job
     bound = [_call(variant, (), _kwargs(job, call)) for call in calls]
     _check_queue(variant)
-    answers = _migrated(
-        lambda: lifecycle.enqueue_many(bound, options=job.options, holds=_holds(job))
-    )
+    queue = variant.queue or job.options.queue
+    with spans.producing(job.name, queue, len(bound)) as span:
+        if span is not None:
+            bound = [replace(call, traceparent=span.traceparent) for call in bound]
+        answers = _migrated(
+            lambda: lifecycle.enqueue_many(bound, options=job.options, holds=_holds(job))
+        )
+        if span is not None:
+            span.answered(answers)
     news: list[_News] = []
     outcomes = [_outcome(job, call, a, news) for call, a in zip(bound, answers, strict=True)]
     _hand_over([answer.row for answer in answers if answer.sends])
@@ -235,16 +242,26 @@ def reserve(
     job = variant.job
     call = _call(variant, args, kwargs)
     _check_queue(variant)
-    answer = _replayed(job, call)
-    if answer is None:
-        answer = _migrated(lambda: lifecycle.enqueue(call, options=job.options, holds=_holds(job)))
-        _remember(answer)
+    with spans.producing(job.name, call.queue) as span:
+        if span is not None:
+            call = replace(call, traceparent=span.traceparent)
+        answer = _answer(job, call)
+        if span is not None:
+            span.answered([answer])
     news: list[_News] = []
     outcome = _outcome(job, call, answer, news)
     if sends and answer.sends:
         _hand_over([answer.row])
     _tell_later(news)
     return outcome
+
+
+def _answer(job: Job[..., Any], call: Call) -> Answer:
+    answer = _replayed(job, call)
+    if answer is None:
+        answer = _migrated(lambda: lifecycle.enqueue(call, options=job.options, holds=_holds(job)))
+        _remember(answer)
+    return answer
 
 
 def _replayed(job: Job[..., Any], call: Call) -> Answer | None:
@@ -336,6 +353,8 @@ _News = tuple[Signal, str, dict[str, Any]]  # what is to be told, of which job, 
 def _outcome(job: Job[..., Any], call: Call, answer: Answer, news: list[_News]) -> Outcome:
     row = answer.row
     outcome = Outcome(kind=answer.kind, job=row, reason=_reason(answer))
+    if answer.conflicted:
+        news.append((signals.insert_lost, job.name, {"job": row}))
     if answer.kind in (Kind.CREATED, Kind.REPLACED, Kind.RERUN, Kind.DEBOUNCED):
         news.append((signals.job_enqueued, row.name, {"job": row, "kind": answer.kind}))
         if answer.reopens:
@@ -367,7 +386,8 @@ def _tell_later(news: list[_News]) -> None:
 def _mismatched(job: Job[..., Any], call: Call, outcome: Outcome, news: list[_News]) -> Outcome:
     """Say by the job's policy that the key is held by other arguments."""
     row, policy = outcome.job, job.options.on_mismatch
-    differing = keys.differing(row.args, call.args)
+    found = keys.differing(row.args, call.args)
+    differing = tuple(name for name in found if name in (job.fingerprint or found))
     error = PayloadMismatch(
         outcome, differing=differing, stored=row.fingerprint, given=call.fingerprint
     )

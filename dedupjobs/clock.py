@@ -41,6 +41,11 @@ def utcnow() -> datetime:
     return datetime.now(UTC)
 
 
+def reseed() -> None:
+    """Let ``random`` differ from that of the process that has forked this one."""
+    random.seed()
+
+
 def token() -> str:
     """Return 24 hex digits that no other process will ever draw."""
     return secrets.token_hex(12)
@@ -80,6 +85,7 @@ class UtcDateTimeField(models.DateTimeField):  # type: ignore[type-arg]
         return None if value is None else value.replace(tzinfo=UTC)
 
 
+_FORMAT = "'%%Y-%%m-%%d %%H:%%M:%%f'"  # SQLite's text for a moment
 _MOMENT = UtcDateTimeField()  # one for all: making a field costs more than the rest of DbNow
 
 
@@ -92,6 +98,12 @@ class DbNow(Expression):
     an index can bound a sweep by it.
     """
 
+    PRESENT = {
+        "postgresql": "clock_timestamp()",
+        "mysql": "UTC_TIMESTAMP(6)",
+        "sqlite": "'now'",
+    }
+
     def __init__(self, after: float | timedelta = 0, *, steady: bool = False) -> None:
         super().__init__(output_field=_MOMENT)
         seconds = after.total_seconds() if isinstance(after, timedelta) else after
@@ -102,15 +114,31 @@ class DbNow(Expression):
         return getattr(self, f"_{connection.vendor}")(), ()
 
     def _postgresql(self) -> str:
-        now = "(SELECT clock_timestamp())" if self.steady else "clock_timestamp()"
+        present = self.PRESENT["postgresql"]
+        now = f"(SELECT {present})" if self.steady else present
         return f"({now} + interval '{self.microseconds} microseconds')"
 
     def _mysql(self) -> str:
-        return f"(UTC_TIMESTAMP(6) + INTERVAL {self.microseconds} MICROSECOND)"
+        return f"({self.PRESENT['mysql']} + INTERVAL {self.microseconds} MICROSECOND)"
 
     def _sqlite(self) -> str:
-        shift = f"{self.microseconds / 1_000_000:+.6f} seconds"
-        return f"strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '{shift}')"
+        return f"strftime({_FORMAT}, {self.PRESENT['sqlite']}, '{self.shift('sqlite')}')"
+
+    @classmethod
+    def shifted(cls, vendor: str) -> str:
+        """Return the same as SQL that takes ``shift`` as its parameter."""
+        present = cls.PRESENT[vendor]
+        return {
+            "postgresql": f"({present} + %s * interval '1 microsecond')",
+            "mysql": f"({present} + INTERVAL %s MICROSECOND)",
+            "sqlite": f"strftime({_FORMAT}, {present}, %s)",
+        }[vendor]
+
+    def shift(self, vendor: str) -> int | str:
+        """Return how far the moment lies ahead, as the vendor's SQL takes it."""
+        if vendor == "sqlite":
+            return f"{self.microseconds / 1_000_000:+.6f} seconds"
+        return self.microseconds
 
 
 def read_db_now(connection: Any) -> datetime:

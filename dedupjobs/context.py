@@ -11,7 +11,7 @@ from typing import Any
 
 from django.db import connections, transaction
 
-from dedupjobs import clock, conf, keys, lifecycle, probes, registry
+from dedupjobs import clock, conf, keys, lifecycle, probes, registry, spans
 from dedupjobs.endings import clip
 from dedupjobs.exceptions import Cancel, Hold, LeaseLost, NoCurrentAttempt
 from dedupjobs.heartbeat import Heart
@@ -63,6 +63,16 @@ class Attempt:
         claim = self._claim
         parts = [claim.key_hash[:16], str(claim.job_pk), str(claim.generation), effect]
         return "-".join(part for part in parts if part)
+
+    def trace_headers(self) -> dict[str, str]:
+        """
+        Return the headers that a request to another service should carry: ``traceparent`` and more.
+
+        Without a tracer they name the call that enqueued the job, if it was traced; else there
+        are none.
+        """
+        origin = self._claim.traceparent
+        return spans.headers() or ({"traceparent": origin} if origin else {})
 
     def check(self) -> None:
         """

@@ -20,7 +20,18 @@ from django.db import DatabaseError, connections
 from django.db.models import Q
 from redis.exceptions import RedisError
 
-from dedupjobs import clock, conf, dispatch, lifecycle, locks, registry, signals, stats, summaries
+from dedupjobs import (
+    clock,
+    conf,
+    counters,
+    dispatch,
+    lifecycle,
+    locks,
+    registry,
+    signals,
+    stats,
+    summaries,
+)
 from dedupjobs.clock import DbNow
 from dedupjobs.dispatch import Delivery
 from dedupjobs.lifecycle import Lost, Pruned
@@ -28,6 +39,7 @@ from dedupjobs.locks import Grip
 from dedupjobs.models import WAITING, ProcessedJob, Status
 from dedupjobs.schedule import Schedule
 
+ROLE = "coordinator"  # whose sign of life each round leaves
 PAGES = 20  # of BATCH rows that one sweep of one tick works through
 HEAD = 100  # ids read at the head of a queue to find one of ours
 CROWD = 10_000  # ids searched for one of ours where foreign jobs crowd the head
@@ -89,6 +101,12 @@ class Coordinator:
         if locks.lead(self.owner, ttl=conf.get().LEADER_TTL) is Grip.BUSY:
             self._beats.clear()
             return Round(leads=False)
+        with counters.gathering():
+            done = self._round()
+        counters.pay(ROLE)
+        return done
+
+    def _round(self) -> Round:
         sweep = self._is_time("sweep", conf.get().RECLAIM_EVERY)
         lost = self.reclaim() if sweep else []
         scheduled = self._schedule.tick(lifecycle.database_now())
@@ -217,14 +235,14 @@ class Coordinator:
         return resent
 
     def _resend_before(self, queue: str, moment: datetime) -> int:
-        resent = 0
+        resent, waits = 0, _Waits(lifecycle.database_now())
         for rows in _pages(_sent_before(queue, moment), "dispatched_at", most=None):
             sent = _send(rows)
             resent += sent.pushed
+            waits.note(rows)
             if sent.pushed < sent.marked:
                 raise RedisError(f"queue {queue!r} can not be filled again right now")
-        if resent:
-            signals.tell(signals.messages_resent, "", queue=queue, count=resent, cause="wiped")
+        _tell_resent(queue, resent, "wiped", waits)
         return resent
 
     def resend_lost(self, queue: str) -> int:
@@ -236,7 +254,8 @@ class Coordinator:
         not stand behind it; a long honest backlog is not copied and costs one page.
         """
         after = timedelta(seconds=conf.get().RESEND_AFTER)
-        horizon = lifecycle.database_now() - after
+        waits = _Waits(lifecycle.database_now())
+        horizon = waits.now - after
         if not _sent_before(queue, horizon).exists():
             return 0
         view = dispatch.view(queue, count=HEAD)
@@ -254,8 +273,8 @@ class Coordinator:
                 and not (crowded and _stands_in(queue, row.dispatch_id))
             ]
             resent += _send(gone).pushed
-        if resent:
-            signals.tell(signals.messages_resent, "", queue=queue, count=resent, cause="lost")
+            waits.note(gone)
+        _tell_resent(queue, resent, "lost", waits)
         return resent
 
     # ---- the books
@@ -294,15 +313,7 @@ class Coordinator:
 
 def tell_lost(lost: Lost, cause: str) -> None:
     """Say that an attempt was taken from its owner, and that its job is dead if it is."""
-    signals.tell(
-        signals.attempt_lost,
-        lost.name,
-        job_pk=lost.job_pk,
-        fence=lost.fence,
-        outcome=lost.outcome,
-        status=lost.status,
-        cause=cause,
-    )
+    signals.tell(signals.attempt_lost, lost.name, lost=lost, cause=cause)
     if lost.change is not None:
         signals.tell(signals.job_changed, lost.name, changes=[lost.change])
     if lost.status == Status.DEAD:
@@ -340,6 +351,28 @@ def _open_attempts() -> Iterator[Any]:
         if len(rows) < conf.get().BATCH:
             return
         last = rows[-1].pk
+
+
+@dataclass(slots=True)
+class _Waits:
+    """How long rows have waited since their last hand-over."""
+
+    now: datetime
+    rows: int = 0
+    seconds: float = 0.0
+
+    def note(self, rows: list[ProcessedJob]) -> None:
+        for row in rows:
+            if row.dispatched_at is not None:
+                self.rows += 1
+                self.seconds += (self.now - row.dispatched_at).total_seconds()
+
+
+def _tell_resent(queue: str, count: int, cause: str, waits: _Waits) -> None:
+    if count:
+        waited = max(waits.seconds / max(waits.rows, 1), 0.0)
+        facts = {"queue": queue, "count": count, "cause": cause, "waited": waited}
+        signals.tell(signals.messages_resent, "", **facts)
 
 
 def _sent_before(queue: str, moment: datetime) -> Any:

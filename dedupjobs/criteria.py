@@ -41,7 +41,7 @@ def matching(rows: Rows, given: Mapping[str, str], *, arguments: bool) -> Rows:
         if value := given.get(name):
             rows = narrow(rows, value)
     if text := given.get("q", ""):
-        rows = search(rows, text, arguments=arguments, since=_number(given.get("since", "")))
+        rows = search(rows, text, arguments=arguments, since=primary_key(given.get("since", "")))
     return rows
 
 
@@ -191,22 +191,24 @@ def is_redacted(name: str) -> bool:
 
 
 def _identity(text: str) -> Q:
-    found = _starts_with(text) | Q(dispatch_id=text)
+    found = starts_with(text) | Q(dispatch_id=text)
     if len(text) == DIGEST:
         found |= Q(key_hash=text)
-    if (number := _number(text)) is not None:
+    if (number := primary_key(text)) is not None:
         found |= Q(pk=number)
     return found
 
 
-def _starts_with(text: str) -> Q:
+def starts_with(text: str) -> Q:
+    """Return the condition that a key begins with ``text``, by its index."""
     prefix = Q(key__startswith=text)
     if connections[lifecycle.alias()].vendor == "sqlite":  # whose LIKE uses no index
         prefix &= Q(key__gte=text, key__lt=text + "\U0010ffff")
     return prefix
 
 
-def _number(text: str) -> int | None:
+def primary_key(text: str) -> int | None:
+    """Return the primary key that a text is, or None."""
     if not text.isascii() or not text.isdigit():
         return None
     return min(int(text[:19]), LARGEST_PK)

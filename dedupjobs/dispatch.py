@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
@@ -110,8 +111,13 @@ def remove(queue: str, dispatch_id: str) -> bool:
 
 
 def _enqueue(queue: str, batch: list[Delivery]) -> None:
-    _producer(queue).queue.enqueue_many(
-        Queue.prepare_data(
+    """Save RQ jobs and push their ids, as ``Queue.enqueue_many`` does with more commands."""
+    producer = _producer(queue)
+    # No transaction: an id comes last, and the hash of one that was cut off expires.
+    pipe = producer.client.pipeline(transaction=False)
+    pipe.sadd(Queue.redis_queues_keys, producer.queue.key)
+    for delivery in batch:
+        job = producer.queue.create_job(
             ENTRY,
             args=([list(row) for row in delivery.rows],),
             job_id=delivery.dispatch_id,
@@ -121,8 +127,11 @@ def _enqueue(queue: str, batch: list[Delivery]) -> None:
             failure_ttl=FAILURE_TTL,
             description=f"{delivery.name} ({len(delivery.rows)} row)",
         )
-        for delivery in batch
-    )
+        job.enqueued_at = clock.utcnow()
+        job.save(pipeline=pipe)
+        pipe.expire(job.key, QUEUED_TTL)
+        producer.queue.push_job_id(job.id, pipeline=pipe)
+    pipe.execute()
 
 
 def rq_timeout(delivery: Delivery) -> int:
@@ -141,7 +150,17 @@ def rq_timeout(delivery: Delivery) -> int:
 
 def queue_names() -> list[str]:
     """Return the names of RQ_QUEUES."""
-    return list(getattr(settings, "RQ_QUEUES", {}))
+    given = getattr(settings, "RQ_QUEUES", {})
+    return list(given) if isinstance(given, Mapping) else []
+
+
+def why_unusable(queue: str) -> str:
+    """Return why a queue's settings give no connection, or an empty string; connects to nobody."""
+    try:
+        get_redis_connection(settings.RQ_QUEUES[queue])
+    except Exception as error:  # whatever django-rq and redis-py make of them
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def check_queue(name: str) -> None:
@@ -153,7 +172,8 @@ def check_queue(name: str) -> None:
 
 def reads_json() -> bool:
     """Return whether the project's workers read JSON: exactly those built on DedupWorker."""
-    worker = getattr(settings, "RQ", {}).get("WORKER_CLASS")
+    given = getattr(settings, "RQ", {})
+    worker = given.get("WORKER_CLASS") if isinstance(given, Mapping) else None
     found = import_string(worker) if isinstance(worker, str) else worker
     return bool(getattr(found, "reads_json", False))
 
@@ -305,6 +325,68 @@ def server_of(queue: str) -> str:
     """Return a text that is equal for two queues on the same Redis server and database."""
     kwargs = _producer(queue).client.connection_pool.connection_kwargs
     return ":".join(str(kwargs.get(k, "")) for k in ("host", "port", "path", "db"))
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """The workers that listen to a queue. ``newest``: seconds since one of them gave a sign."""
+
+    count: int
+    newest: float | None
+
+
+LOOKED_AT = 100  # workers of a queue that are asked when they gave their last sign
+
+
+def workers(queue: str) -> Workers:
+    """Return who listens to a queue, as RQ's books have it; raises RedisError."""
+    producer = _producer(queue)
+    with producer.deadline(conf.get().LOCK_TIMEOUT):
+        pipe = producer.client.pipeline(transaction=False)
+        pipe.scard(f"rq:workers:{queue}")
+        pipe.srandmember(f"rq:workers:{queue}", LOOKED_AT)
+        count, keys = pipe.execute()
+        for key in keys:
+            pipe.hget(key, "last_heartbeat")
+        beats = pipe.execute(raise_on_error=False) if keys else []
+    now = clock.utcnow()
+    ages = [max((now - at).total_seconds(), 0.0) for at in map(_moment, beats) if at]
+    return Workers(count, min(ages, default=None))
+
+
+def _moment(text: Any) -> datetime | None:
+    """Return a moment as RQ writes it, or None for anything else."""
+    try:
+        return datetime.fromisoformat(_text(text)).astimezone(UTC)
+    except (TypeError, ValueError, AttributeError):
+        return None
+
+
+def one_queue_per_server() -> list[str]:
+    """Return the first queue of each Redis server."""
+    firsts = {server_of(queue): queue for queue in reversed(queue_names())}
+    return sorted(firsts.values(), key=queue_names().index)
+
+
+def server_time(queue: str) -> float:
+    """Return the clock of a queue's server, in Unix seconds; raises RedisError."""
+    producer = _producer(queue)
+    with producer.deadline(conf.get().LOCK_TIMEOUT):
+        return wire.time_of(producer.client)
+
+
+def server_facts(queue: str) -> dict[str, Any]:
+    """Return what a queue's server says of itself; raises RedisError."""
+    producer = _producer(queue)
+    with producer.deadline(conf.get().LOCK_TIMEOUT):
+        return dict(producer.client.info())
+
+
+def memory(queue: str) -> wire.Memory:
+    """Return how much memory a queue's server uses; raises RedisError."""
+    producer = _producer(queue)
+    with producer.deadline(conf.get().LOCK_TIMEOUT):
+        return wire.memory_of(producer.client)
 
 
 def client_of(queue: str) -> wire.Client:

@@ -18,6 +18,7 @@ Everything dedupjobs raises.
   - LeaseLost             another attempt may own the job; this one must not write
   - NoCurrentAttempt      current_attempt() outside a job
   - ForeignPickle         an RQ job of somebody else on a DedupWorker's queue
+  - OutsideTests          a helper of dedupjobs.testing where no test runs (also a RuntimeError)
 * Wish                    raised by a job to ask for something; control flow, no error
   - Retry                 try again later, counted as a failure
   - Snooze                try again later, not counted
@@ -95,6 +96,10 @@ class NoCurrentAttempt(DedupJobsError, RuntimeError):
 
 class ForeignPickle(DedupJobsError):
     """An RQ job that is not ours came to a DedupWorker; see DEDUPJOBS["FOREIGN_PICKLE"]."""
+
+
+class OutsideTests(DedupJobsError, RuntimeError):
+    """A helper of dedupjobs.testing was called where no test runs; the message says what to do."""
 
 
 class JobConflict(DedupJobsError):

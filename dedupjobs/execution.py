@@ -14,7 +14,7 @@ from typing import Any
 
 from django.db import DatabaseError, transaction
 
-from dedupjobs import clock, conf, interrupts, keys, lifecycle, probes, queries
+from dedupjobs import clock, conf, fields, interrupts, keys, lifecycle, probes, queries
 from dedupjobs.context import Attempt, entered
 from dedupjobs.endings import (
     MESSAGE_LIMIT,
@@ -61,12 +61,13 @@ def execute(
         with (
             _savepoint(borrowed),
             entered(attempt),
+            fields.given(claim),
             queries.ended_after(job.options.timeout),
             interrupts.armed(job.options.timeout) as cutter,
         ):
-            returned = job.func(*bound.args, **bound.kwargs)
-            if inspect.iscoroutine(returned):
-                returned = asyncio.run(returned)
+            value: Any = job.func(*bound.args, **bound.kwargs)
+            # Not in two steps: a coroutine that was made and failed has returned nothing.
+            returned = asyncio.run(value) if inspect.iscoroutine(value) else value
     except BaseException as raised:
         _leave_if_forked(pid, 1)
         if isinstance(raised, CutOff) and not borrowed:

@@ -17,7 +17,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -113,6 +113,56 @@ def announce(changes: Sequence[Change], *, patient: bool = False) -> Reached:
         _delete_application_keys(change)
     if not cache.is_on():
         return Reached()
+    if _gathering.news is not None:
+        _gathering.news.changes.extend(changes)
+        return Reached()
+    return _announce(changes, patient=patient)
+
+
+@dataclass(slots=True)
+class News:
+    """Changes that are still to be told: by ``send``, or as cargo where ``travels``."""
+
+    changes: list[Change] = field(default_factory=list)
+
+    @property
+    def travels(self) -> bool:
+        """Whether a pipeline of the locks goes to the server that must know."""
+        return bool(self.changes) and conf.get().LOCK_CACHE == conf.get().STATUS_CACHE
+
+    def load(self, pipe: Any) -> None:
+        """Add the commands to a pipeline; see ``wire.Cargo``."""
+        _add_to(pipe, self.changes)
+
+    def left_behind(self, error: BaseException) -> None:
+        """Tell it with the next change: it is never wrong to tell it again."""
+        _owed.keep(self.changes)
+
+    def send(self) -> None:
+        """Tell all now, in a round trip of its own."""
+        if self.changes:
+            _announce(self.changes, patient=False)
+
+
+@dataclass  # without slots, which all threads would share
+class _Gathering(threading.local):
+    news: News | None = None
+
+
+_gathering = _Gathering()
+
+
+@contextmanager
+def gathering() -> Iterator[News]:
+    """Leave what this thread announces in the block to the caller, who must pass it on."""
+    _gathering.news = news = News()
+    try:
+        yield news
+    finally:
+        _gathering.news = None
+
+
+def _announce(changes: Sequence[Change], *, patient: bool) -> Reached:
     reached, waiting = Reached(), _owed.take(changes)
     while waiting:
         page, waiting = waiting[:PAGE], waiting[PAGE:]
@@ -139,11 +189,15 @@ def _send(changes: Sequence[Change]) -> Reached:
 
 def _pipeline(changes: Sequence[Change]) -> Any:
     pipe = cache.client().redis.pipeline(transaction=False)
+    _add_to(pipe, changes)
+    return pipe
+
+
+def _add_to(pipe: Any, changes: Sequence[Change]) -> None:
     for change in changes:
         stamp = str(Stamp(change.job_pk, change.version))
         pipe.eval(cache.DROP, 1, cache.entry_key(change.key_hash), stamp)
         pipe.publish(channel(), encode(change))
-    return pipe
 
 
 def channel() -> str:

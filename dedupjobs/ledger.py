@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
+
+from django.core.signals import request_finished
 
 from dedupjobs import signals, stats
 
@@ -10,7 +13,13 @@ from dedupjobs import signals, stats
 def connect() -> None:
     """Count what is turned away from now on."""
     signals.duplicate_detected.connect(_count, dispatch_uid="dedupjobs.ledger")
+    request_finished.connect(_flush, dispatch_uid="dedupjobs.ledger")
+    atexit.register(stats.flush)
 
 
 def _count(sender: str, job_pk: int, cause: str, detail: str, **_: Any) -> None:
     stats.count_duplicate(job_pk, sender, cause, detail)
+
+
+def _flush(**_: Any) -> None:
+    stats.flush()

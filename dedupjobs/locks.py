@@ -7,6 +7,9 @@ answer here is advice, and an unreachable Redis only means that the row is asked
     key      <KEY_PREFIX>:<VERSION>:<PREFIX>:lock:{<row pk>}     (as cache.lock makes it)
     value    <row pk>:<owner>
     TTL      the lease, renewed by the beats; after a failure, the delay of the retry
+
+Beside it stands <KEY_PREFIX>:<VERSION>:<PREFIX>:waited:{<row pk>} once a delivery met a busy lock:
+how old it is shows in its TTL, and it goes with the end of the next attempt.
 """
 
 from __future__ import annotations
@@ -24,8 +27,22 @@ from redis import Redis
 from redis.exceptions import LockError
 from redis.lock import Lock
 
-from dedupjobs import conf, probes, wire
-from dedupjobs.wire import UNREACHABLE
+from dedupjobs import conf, probes, seal, wire
+from dedupjobs.wire import UNREACHABLE, Cargo
+
+WAITED_TTL = 86_400_000  # milliseconds that a wait is remembered, and measured
+
+# KEYS: a lock, and the mark that a delivery met it busy; both of one row, so in one slot.
+# ARGV: a token, its milliseconds, the mark's. Returns whether it is ours, and the mark’s TTL.
+# A SET whose reply was lost may have taken it for us, so the value is compared with our own token.
+TAKE = """
+if redis.call('set', KEYS[1], ARGV[1], 'nx', 'px', ARGV[2])
+    or redis.call('get', KEYS[1]) == ARGV[1] then
+    return {1, redis.call('pttl', KEYS[2])}
+end
+redis.call('set', KEYS[2], '', 'nx', 'px', ARGV[3])
+return {0, redis.call('pttl', KEYS[2])}
+"""
 
 
 class Grip(Enum):
@@ -37,71 +54,92 @@ class Grip(Enum):
     UNUSED = "unused"  # nobody asked for it
 
 
-def acquire(pk: int, owner: str, *, ttl: float) -> Grip:
-    """
-    Try once to take the lock for ``ttl`` seconds.
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """``waited``: seconds since the first delivery that met the lock busy; None: none has."""
 
-    After a refusal the value is compared with our own token, since a SET whose reply was lost
-    may have taken it for us.
-    """
+    grip: Grip
+    waited: float | None = None
+
+
+def take(pk: int, owner: str, *, ttl: float) -> Taken:
+    """Try once to take the lock for ``ttl`` seconds, in one round trip."""
     probes.reach("lock.before")
+    waited: list[float] = []
 
-    def take() -> Grip:
-        lock = _lock(pk, ttl)
-        token = _token(pk, owner)
-        if lock.acquire(blocking=False, token=token) or _value(lock) == token:
-            return Grip.HELD
-        return Grip.BUSY
+    def ask() -> Grip:
+        keys = _name(f"lock:{{{pk}}}"), _name(f"waited:{{{pk}}}")
+        words = _token(pk, owner), _milliseconds(ttl), WAITED_TTL
+        got, left = _client().eval(TAKE, 2, *keys, *words)
+        if 0 <= left <= WAITED_TTL:
+            waited.append((WAITED_TTL - left) / 1000)
+        return Grip.HELD if got else Grip.BUSY
 
-    grip = _advice(take)
+    grip = _advice(ask)
     probes.reach("lock.after")
-    return grip
+    return Taken(grip, *waited)
+
+
+def acquire(pk: int, owner: str, *, ttl: float) -> Grip:
+    """As ``take``, for those to whom it is all the same how long somebody has waited."""
+    return take(pk, owner, ttl=ttl).grip
 
 
 def replace(pk: int, owner: str, *, ttl: float) -> Grip:
     """Take the lock from whoever has it: the row is won, so any other holder is a leftover."""
 
     def take() -> Grip:
-        lock = _lock(pk, ttl)
-        _client().set(lock.name, _token(pk, owner), px=_milliseconds(ttl))
+        _client().set(name_of(pk), _token(pk, owner), px=_milliseconds(ttl))
         return Grip.HELD
 
     return _advice(take)
 
 
-def extend(pk: int, owner: str, *, ttl: float) -> Grip:
-    """Let our own lock live ``ttl`` seconds from now; BUSY: it is gone or somebody else's."""
+def extend(
+    pk: int, owner: str, *, ttl: float, waited: bool = True, cargo: Cargo | None = None
+) -> Grip:
+    """
+    Let our own lock live ``ttl`` seconds from now; BUSY: it is gone or somebody else's.
 
-    def renew() -> Grip:
-        try:
-            _mine(pk, owner, ttl).extend(max(ttl, 0.001), replace_ttl=True)
-        except LockError:
-            return Grip.BUSY
-        return Grip.HELD
-
-    return _advice(renew)
+    ``waited``: keep the mark that somebody waits. ``cargo`` travels in the same round trip.
+    """
+    words = _token(pk, owner), _milliseconds(ttl), 1
+    return _own(pk, Lock.LUA_EXTEND_SCRIPT, words, waited=waited, cargo=cargo)
 
 
-def release(pk: int, owner: str) -> Grip:
+def release(pk: int, owner: str, *, waited: bool = True, cargo: Cargo | None = None) -> Grip:
     """Give our own lock up; another's is left alone (compare and delete, in one script)."""
-
     probes.reach("release.before")
+    words = (_token(pk, owner),)
+    return _own(pk, Lock.LUA_RELEASE_SCRIPT, words, waited=waited, cargo=cargo)
 
-    def give() -> Grip:
-        try:
-            _mine(pk, owner, 1).release()
-        except LockError:
-            return Grip.BUSY
-        return Grip.HELD
 
-    return _advice(give)
+def _own(
+    pk: int, script: str, words: tuple[Any, ...], *, waited: bool, cargo: Cargo | None
+) -> Grip:
+    """Do something to our own lock, by a script that compares its token."""
+    try:
+        pipe = _client().pipeline(transaction=False)
+        pipe.eval(script, 1, name_of(pk), *words)
+        if not waited:
+            pipe.delete(_name(f"waited:{{{pk}}}"))
+        if cargo is not None:
+            cargo.load(pipe)
+        answers: Any = pipe.execute(raise_on_error=False)
+    except UNREACHABLE as error:
+        if cargo is not None:
+            cargo.left_behind(error)
+        return Grip.UNREACHABLE
+    if isinstance(answers[0], Exception):
+        return Grip.UNREACHABLE
+    return Grip.HELD if answers[0] else Grip.BUSY
 
 
 def clear(pk: int) -> None:
     """Delete the lock, whoever has it: its row was cancelled."""
 
     def delete() -> Grip:
-        _client().delete(_lock(pk, 1).name)
+        _client().delete(name_of(pk))
         return Grip.HELD
 
     _advice(delete)
@@ -111,7 +149,7 @@ def lead(owner: str, *, ttl: float) -> Grip:
     """Take or renew the coordinators' leader lease; it only saves double work."""
 
     def take() -> Grip:
-        lock = _named("leader", ttl)
+        lock = _leader(ttl)
         lock.local.token = owner.encode()
         if lock.acquire(blocking=False, token=owner):
             return Grip.HELD
@@ -129,7 +167,7 @@ def resign(owner: str) -> None:
     """Give the leader lease up, so that the next coordinator need not wait for its end."""
 
     def give() -> Grip:
-        lock = _named("leader", 1)
+        lock = _leader(1)
         lock.local.token = owner.encode()
         with suppress(LockError):
             lock.release()
@@ -138,9 +176,14 @@ def resign(owner: str) -> None:
     _advice(give)
 
 
+def name_of(pk: int) -> str:
+    """Return the lock's key in Redis; raises AttributeError where the cache has no locks."""
+    return _name(f"lock:{{{pk}}}")
+
+
 def leader() -> Seen | None:
     """Return the coordinator that leads, and for how long yet; raises what Redis raises."""
-    name = _named("leader", 1).name
+    name = _leader(1).name
     pipe = _client().pipeline(transaction=False)
     pipe.get(name)
     pipe.pttl(name)
@@ -150,7 +193,7 @@ def leader() -> Seen | None:
 
 def holder(pk: int) -> str | None:
     """Return the owner in the lock's value, or None if it is free; raises what Redis raises."""
-    value = _value(_lock(pk, 1))
+    value = _value(name_of(pk))
     return value.partition(":")[2] if value else None
 
 
@@ -168,7 +211,7 @@ def seen(pks: Sequence[int]) -> dict[int, Seen]:
         return {}
     pipe = _client().pipeline(transaction=False)
     for pk in pks:
-        name = _lock(pk, 1).name
+        name = name_of(pk)
         pipe.get(name)
         pipe.pttl(name)
     answers: Any = pipe.execute(raise_on_error=False)
@@ -198,8 +241,15 @@ def _advice(ask: Callable[[], Grip]) -> Grip:
         return Grip.UNREACHABLE
 
 
-def _lock(pk: int, ttl: float) -> Lock:
-    return _named(f"lock:{{{pk}}}", ttl)
+def _name(name: str) -> str:
+    """Return a key as cache.lock makes it."""
+    cache: Any = caches[conf.get().LOCK_CACHE]
+    return str(cache.client.make_key(f"{conf.get().PREFIX}:{name}"))
+
+
+def _leader(ttl: float) -> Lock:
+    """The lease of this project: another one under the same PREFIX must not keep it from acting."""
+    return _named(f"leader:{seal.sign('leader', '')[:8]}", ttl)
 
 
 def _named(name: str, ttl: float) -> Lock:
@@ -215,19 +265,12 @@ def _named(name: str, ttl: float) -> Lock:
     return lock
 
 
-def _mine(pk: int, owner: str, ttl: float) -> Lock:
-    """The lock as its holder sees it, from any thread or process that knows the token."""
-    lock = _lock(pk, ttl)
-    lock.local.token = _token(pk, owner).encode()
-    return lock
-
-
 def _token(pk: int, owner: str) -> str:
     return f"{pk}:{owner}"
 
 
-def _value(lock: Lock) -> str | None:
-    value: Any = _client().get(lock.name)
+def _value(name: str) -> str | None:
+    value: Any = _client().get(name)
     return None if value is None else _text(value)
 
 

@@ -1,139 +1,269 @@
-"""All log sentences, in one place; a receiver of signals that nobody imports but ``apps``."""
+"""
+All log sentences, in one place; a receiver of signals that nobody imports but ``apps``.
+
+A sentence is for people; its facts stand beside it in ``record.dedupjobs`` (see ``fields``), with
+``transition`` (received, locked, processing, completed, duplicate, failed, retrying, lost, dead,
+held, cancelled, enqueued) or ``lock`` (what became of a lock) saying which event it was. Neither
+has arguments, results or the texts of a job's errors: those stand in the tables, for those who
+may see them. Whatever comes from outside is one visible line.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
-from dedupjobs import signals
-from dedupjobs.endings import Failed
-from dedupjobs.models import Status
+from django.db import InterfaceError, OperationalError
+from redis.exceptions import RedisError
+
+from dedupjobs import fields, locks, signals
+from dedupjobs.endings import Ending, Failed, Interrupted, Lapsed, Parked, Snoozed, Stopped
+from dedupjobs.lifecycle import Claim, Lost
+from dedupjobs.models import ProcessedJob, Status
+from dedupjobs.signals import LockEvent
+from dedupjobs.visible import line
 
 logger = logging.getLogger("dedupjobs")
+lock_logger = logging.getLogger("dedupjobs.locks")
+
+INFRASTRUCTURE = (RedisError, ConnectionError, TimeoutError, OperationalError, InterfaceError)
 
 
 def connect() -> None:
     """Listen to everything worth a line."""
-    for signal, receiver in (
+    receivers: tuple[tuple[Any, Callable[..., None]], ...] = (
         (signals.job_enqueued, _enqueued),
         (signals.duplicate_detected, _duplicate),
         (signals.mismatch_detected, _mismatch),
         (signals.hand_over_failed, _hand_over_failed),
+        (signals.delivery_received, _received),
+        (signals.lock_moved, _lock_moved),
         (signals.attempt_started, _started),
         (signals.attempt_ended, _ended),
         (signals.job_dead, _dead),
         (signals.lease_lost, _lease_lost),
         (signals.attempt_lost, _attempt_lost),
         (signals.messages_resent, _resent),
-        (signals.lock_trouble, _lock_trouble),
         (signals.settle_troubled, _settle_troubled),
         (signals.operated, _operated),
         (signals.slot_skipped, _slot_skipped),
         (signals.coordinator_failed, _coordinator_failed),
         (signals.invalidation_troubled, _invalidation_troubled),
-    ):
+    )
+    for signal, receiver in receivers:
         signal.connect(receiver, dispatch_uid=f"dedupjobs.logs.{receiver.__name__}")
 
 
-def _enqueued(sender: str, job: Any, **_: Any) -> None:
-    logger.debug("%s: row %s enqueued", sender, job.pk)
+def _say(level: int, facts: dict[str, Any], sentence: str, *words: Any) -> None:
+    logger.log(level, sentence, *words, extra={fields.ATTRIBUTE: facts})
 
 
-def _duplicate(sender: str, job_pk: int, cause: str, detail: str, **_: Any) -> None:
-    logger.info("%s: duplicate (%s) of row %s: %s", sender or "delivery", cause, job_pk, detail)
+def _listens(level: int) -> bool:
+    return logger.isEnabledFor(level)
 
 
-def _mismatch(sender: str, job: Any, differing: tuple[str, ...], policy: str, **_: Any) -> None:
+def _what(error: BaseException) -> str:
+    """Return an error in a line; with its text only where no job has written that."""
+    name = type(error).__name__
+    return f"{name}: {line(error, 500)}" if isinstance(error, INFRASTRUCTURE) else name
+
+
+# ---- calls
+
+
+def _enqueued(sender: str, job: ProcessedJob, kind: Any, **_: Any) -> None:
+    if _listens(logging.DEBUG):
+        facts = {**_of_row(job), "transition": "enqueued", "kind": str(kind)}
+        _say(logging.DEBUG, facts, "%s: row %s enqueued", line(sender), job.pk)
+
+
+def _duplicate(sender: str, job_pk: int, cause: str, **_: Any) -> None:
+    # Not louder: there may be thousands a second, and each is as it should be.
+    if _listens(logging.INFO):
+        facts = {
+            **fields.of_job(sender, job_pk),
+            **fields.of_process(),
+            "transition": "duplicate",
+            "cause": str(cause),
+        }
+        words = line(sender) or "delivery", str(cause), job_pk
+        _say(logging.INFO, facts, "%s: duplicate (%s) of row %s", *words)
+
+
+def _mismatch(
+    sender: str, job: ProcessedJob, differing: tuple[str, ...], policy: str, **_: Any
+) -> None:
     level = logging.WARNING if policy == "warn" else logging.INFO
-    names = ", ".join(differing)
-    logger.log(level, "%s: row %s holds the key with another value of %s", sender, job.pk, names)
+    names = line(", ".join(differing))
+    sentence = "%s: row %s holds the key with another value of %s"
+    _say(level, {**_of_row(job), "differing": names}, sentence, line(sender), job.pk, names)
+
+
+def _of_row(job: ProcessedJob) -> dict[str, Any]:
+    return {
+        **fields.of_job(job.name, job.pk, job.key_hash, job.key),
+        "queue": line(job.queue),
+        **fields.of_process(),
+    }
 
 
 def _hand_over_failed(sender: str, queue: str, count: int, error: Exception, **_: Any) -> None:
-    logger.warning(
-        "%s: %s message(s) for queue %r not pushed, the coordinator will: %s",
-        sender,
-        count,
-        queue,
-        error,
-    )
+    facts = {"job": line(sender), "queue": line(queue), "count": count, **fields.of_process()}
+    sentence = "%s: %s message(s) for queue %r not pushed, the coordinator will: %s"
+    _say(logging.WARNING, facts, sentence, line(sender), count, line(queue), _what(error))
 
 
-def _started(sender: str, claim: Any, **_: Any) -> None:
-    logger.debug("%s: row %s attempt %s started", sender, claim.job_pk, claim.number)
+# ---- attempts
 
 
-def _ended(sender: str, claim: Any, ending: Any, status: Any, run_time: float, **_: Any) -> None:
+def _received(job_pk: int, generation: int, **_: Any) -> None:
+    if _listens(logging.DEBUG):
+        facts = {"row": job_pk, **fields.of_process(), "transition": "received"}
+        _say(logging.DEBUG, facts, "row %s (generation %s) received", job_pk, generation)
+
+
+_LOCK_LEVELS = {LockEvent.EXPIRED: logging.WARNING, LockEvent.UNREACHABLE: logging.INFO}
+
+
+def _lock_moved(sender: str, job_pk: int, event: LockEvent, claim: Claim | None, **_: Any) -> None:
+    level = _LOCK_LEVELS.get(event, logging.DEBUG)
+    if not lock_logger.isEnabledFor(level):
+        return
+    facts = fields.of_claim(claim) if claim else fields.of_job(sender, job_pk)
+    facts |= {"lock": str(event), "lock_key": _lock_key(job_pk)}
+    if event in (LockEvent.ACQUIRED, LockEvent.TAKEN_OVER):
+        facts["transition"] = "locked"
+    words = line(sender) or "delivery", job_pk, str(event)
+    lock_logger.log(level, "%s: lock of row %s %s", *words, extra={fields.ATTRIBUTE: facts})
+
+
+def _lock_key(pk: int) -> str:
+    try:
+        return locks.name_of(pk)
+    except AttributeError:  # a cache that has no locks
+        return ""
+
+
+def _started(sender: str, claim: Claim, **_: Any) -> None:
+    if _listens(logging.DEBUG):
+        facts = {**fields.of_claim(claim), "transition": "processing"}
+        words = line(sender), claim.job_pk, claim.number
+        _say(logging.DEBUG, facts, "%s: row %s attempt %s started", *words)
+
+
+def _ended(
+    sender: str,
+    claim: Claim,
+    ending: Ending,
+    status: Status | None,
+    run_time: float | None,
+    **_: Any,
+) -> None:
+    quiet = status is not None and not isinstance(ending, Failed | Parked | Lapsed)
+    level = logging.INFO if quiet else logging.WARNING
+    if not _listens(level):
+        return
+    facts = {
+        **fields.of_claim(claim),
+        "transition": _transition(ending, status),
+        "status": str(status) if status else None,
+        "run_time": run_time,
+    }
     words = type(ending).__name__.lower()
-    place = status.lower() if status else "nothing written, another decided"
-    level = logging.INFO
     if isinstance(ending, Failed):
-        words = f"{words}: {ending.error.type}: {ending.error.message}"
-        level = logging.WARNING
+        facts["error"] = line(ending.error.type)
+        words = f"{words} with {facts['error']}"
+    place = status.lower() if status else "nothing written, another decided"
+    took = "when it was killed" if run_time is None else f"after {run_time:.3f} s"
+    sentence = "%s: row %s attempt %s %s %s → %s"
+    _say(level, facts, sentence, line(sender), claim.job_pk, claim.number, words, took, place)
+
+
+def _transition(ending: Ending, status: Status | None) -> str:
     if status is None:
-        level = logging.WARNING
-    logger.log(
-        level,
-        "%s: row %s attempt %s %s after %.3f s → %s",
-        sender,
-        claim.job_pk,
-        claim.number,
-        words,
-        run_time,
-        place,
-    )
+        return "lost"
+    by_status = {Status.RETRYING: "retrying", Status.HELD: "held", Status.CANCELLED: "cancelled"}
+    match ending:
+        case Failed():
+            return by_status.get(status, "failed")
+        case Snoozed() | Interrupted() | Parked() | Stopped():
+            return by_status.get(status, "retrying")
+    return "completed"
 
 
-def _dead(sender: str, job_pk: int, reason: str, **_: Any) -> None:
-    logger.error(
-        "%s: row %s is %s (%s); retry it when the cause is gone",
-        sender,
-        job_pk,
-        Status.DEAD,
-        reason,
-    )
+def _dead(sender: str, job_pk: int, key: str, reason: str, **_: Any) -> None:
+    facts = {
+        **fields.of_job(sender, job_pk, key=key),
+        **fields.of_process(),
+        "transition": "dead",
+        "reason": reason,
+    }
+    sentence = "%s: row %s is %s (%s); retry it when the cause is gone"
+    _say(logging.ERROR, facts, sentence, line(sender), job_pk, Status.DEAD, reason)
 
 
 def _lease_lost(sender: str, fence: int, detail: str, **_: Any) -> None:
-    logger.warning("%s: attempt with fence %s lost its lease: %s", sender, fence, detail)
+    facts = {"job": line(sender), "fence": fence, **fields.of_process()}
+    sentence = "%s: attempt with fence %s lost its lease: %s"
+    _say(logging.WARNING, facts, sentence, line(sender), fence, detail)
 
 
-def _attempt_lost(
-    sender: str, job_pk: int, outcome: str, status: Any, cause: str, **_: Any
-) -> None:
-    logger.warning(
-        "%s: row %s %s by %s → %s",
-        sender,
-        job_pk,
-        outcome.lower(),
-        cause,
-        status.lower() if status else "unchanged",
-    )
+def _attempt_lost(sender: str, lost: Lost, cause: str, **_: Any) -> None:
+    facts = {
+        **fields.of_job(sender, lost.job_pk, key=lost.key),
+        **fields.of_process(),
+        "fence": lost.fence,
+        "transition": "held" if lost.status == Status.HELD else "lost",
+        "outcome": str(lost.outcome),
+        "cause": cause,
+    }
+    place = lost.status.lower() if lost.status else "unchanged"
+    words = line(sender), lost.job_pk, lost.outcome.lower(), cause, place
+    _say(logging.WARNING, facts, "%s: row %s %s by %s → %s", *words)
+
+
+# ---- what serves them
 
 
 def _resent(queue: str, count: int, cause: str, **_: Any) -> None:
-    logger.warning("queue %r: %s message(s) sent again (%s)", queue, count, cause)
+    facts = {"queue": line(queue), "count": count, "cause": cause, **fields.of_process()}
+    sentence = "queue %r: %s message(s) sent again (%s)"
+    _say(logging.WARNING, facts, sentence, line(queue), count, cause)
 
 
-def _lock_trouble(sender: str, job_pk: int, grip: Any, **_: Any) -> None:
-    logger.info("%s: row %s runs without its Redis lock (%s)", sender, job_pk, grip.value)
+def _settle_troubled(sender: str, claim: Claim | None, error: Exception, **_: Any) -> None:
+    facts = fields.of_claim(claim) if claim else {"job": line(sender)}
+    sentence = "%s: the database did not answer a settle, trying on: %s"
+    _say(logging.WARNING, facts, sentence, line(sender), _what(error))
 
 
-def _settle_troubled(sender: str, error: Exception, **_: Any) -> None:
-    logger.warning("%s: the database did not answer a settle, trying on: %s", sender, error)
+_PLACES = {Status.HELD: "held", Status.CANCELLED: "cancelled", Status.DEAD: "dead"}
 
 
 def _operated(sender: str, job_pk: int, action: str, by: str, after: str, **_: Any) -> None:
-    logger.info("%s: row %s %s by %s → %s", sender, job_pk, action, by, after.lower())
+    facts = {
+        **fields.of_job(sender, job_pk),
+        "action": action,
+        "by": line(by),
+        "status": str(after),
+    }
+    if transition := _PLACES.get(Status(after)) if after in Status.values else None:
+        facts["transition"] = transition
+    words = line(sender), job_pk, action, line(by), after.lower()
+    _say(logging.INFO, facts, "%s: row %s %s by %s → %s", *words)
 
 
 def _slot_skipped(sender: str, slot: Any, **_: Any) -> None:
-    logger.warning("%s: slot %s skipped, an earlier one still waits", sender, slot.isoformat())
+    facts = {"job": line(sender), "slot": slot.isoformat(), **fields.of_process()}
+    sentence = "%s: slot %s skipped, an earlier one still waits"
+    _say(logging.WARNING, facts, sentence, line(sender), slot.isoformat())
 
 
 def _coordinator_failed(error: Exception, **_: Any) -> None:
-    logger.error("coordinator: %s: %s", type(error).__name__, error)
+    _say(logging.ERROR, fields.of_process(), "coordinator: %s", _what(error))
 
 
 def _invalidation_troubled(sender: str, error: Exception, **_: Any) -> None:
-    logger.warning("%s: invalidation: %s: %s", sender, type(error).__name__, error)
+    facts = {"job": line(sender), **fields.of_process()}
+    _say(logging.WARNING, facts, "%s: invalidation: %s", line(sender), _what(error))

@@ -7,9 +7,10 @@ are imported at start (DEDUPJOBS["AUTODISCOVER"]), so that a web process and a w
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 
@@ -36,6 +37,10 @@ LONGEST_NAME, LONGEST_TEXT = 200, 100  # characters that the columns hold
 _UNSET: Any = object()
 _jobs: dict[str, Job[..., Any]] = {}
 _former: dict[str, Job[..., Any]] = {}
+_missing: set[str] = set()  # what the finders did not find
+
+finders: list[Callable[[str], None]] = []
+"""Asked for a name that a row has and nothing has registered: each may load its module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +91,7 @@ class Call:
     One call of a job, bound to its signature: what is to be stored.
 
     ``run_after``: an aware datetime, or seconds from now by the database's clock; None: now.
+    ``traceparent``: the W3C trace context of the call, or empty.
     """
 
     name: str
@@ -96,6 +102,7 @@ class Call:
     args: str
     fingerprint: str
     run_after: datetime | float | None = None
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,6 +389,11 @@ def job(  # noqa: PLR0913 - the options of a decorator
             invalidates=tuple(_invalidated(i, signature, chosen) for i in _tuple(invalidates)),
             options=_options(options, chosen),
         )
+        if made.options.atomic and inspect.iscoroutinefunction(inspect.unwrap(func)):
+            raise JobDefinitionError(
+                f"{chosen}: a coroutine reaches the database from another thread, by another "
+                "connection, so atomic=True could not undo its writes; write it without async"
+            )
         return _add(made)
 
     return register
@@ -399,8 +411,37 @@ def get(name: str) -> Job[..., Any]:
 
 
 def find(name: str) -> Job[..., Any] | None:
-    """Return the job of this name, or of this former name, or None."""
+    """Return the job of this name, or of this former name, or None; ask the finders for it."""
+    return loaded(name) or _found(name)
+
+
+def loaded(name: str) -> Job[..., Any] | None:
+    """Return the job of this name, or of this former name, if its module is loaded."""
     return _jobs.get(name) or _former.get(name)
+
+
+def _found(name: str) -> Job[..., Any] | None:
+    if name in _missing:
+        return None
+    for finder in finders:
+        try:
+            finder(name)
+        except Exception:  # noqa: S112 - whoever asks says that nobody knows the name
+            continue
+        if made := loaded(name):
+            return made
+    _missing.add(name)
+    return None
+
+
+def window(value: Any, what: str) -> timedelta | None:
+    """Return ``unique_for`` as a timedelta; JobDefinitionError if it is none."""
+    return _unique_for("any", value, what)
+
+
+def options(given: Mapping[str, Any], what: str) -> Options:
+    """Return options of ``@job`` as they are kept; JobDefinitionError names a wrong one."""
+    return _options(dict(given), what)
 
 
 def every() -> list[Job[..., Any]]:
@@ -440,13 +481,14 @@ def _add(made: Job[P, R]) -> Job[P, R]:
             f"{made.func.__module__}; give one of them another name="
         )
     for name in (made.name, *made.aliases):
-        other = find(name)
+        other = loaded(name)
         if other is not None and other.name != made.name:
             raise JobDefinitionError(
                 f"{made.name}: {name!r} is a name of {other.name} already, now or formerly; two "
                 "jobs would answer for each other's keys"
             )
     _jobs[made.name] = made
+    _missing.clear()
     _former.update(dict.fromkeys(made.aliases, made))
     return made
 
@@ -520,13 +562,32 @@ def _invalidated(entry: Any, signature: inspect.Signature, job: str) -> Invalida
 
 
 def _options(given: dict[str, Any], job: str) -> Options:
-    known = {f.name for f in fields(Options)}
-    merged = {**conf.option_defaults(), **given}
-    if unknown := merged.keys() - known:
-        raise JobDefinitionError(
-            f"{job}: unknown option {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}"
-        )
+    defaults = {o: v for o, v in conf.option_defaults().items() if not _wrong_option(o, v)}
+    for option, value in given.items():
+        if wrong := _wrong_option(option, value, f"{job}: "):
+            raise JobDefinitionError(wrong)
+    merged = {**defaults, **given}
     return Options(**{o: _OPTION[o](value, f"{job}: {o}") for o, value in merged.items()})
+
+
+def wrong_defaults() -> list[str]:
+    """Return a sentence per mistake in DEDUPJOBS["DEFAULTS"], which is left out until corrected."""
+    where = "DEDUPJOBS['DEFAULTS']: "
+    found = (_wrong_option(o, value, where) for o, value in conf.option_defaults().items())
+    return [wrong for wrong in found if wrong]
+
+
+def _wrong_option(option: str, value: Any, where: str = "") -> str:
+    """Return what is wrong with an option, or an empty string."""
+    if option not in _OPTION:
+        near = difflib.get_close_matches(str(option), _OPTION, 1, 0.6)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(_OPTION))}"
+        return f"{where}unknown option {option}; {hint}"
+    try:
+        _OPTION[option](value, f"{where}{option}")
+    except JobDefinitionError as error:
+        return str(error)
+    return ""
 
 
 def _one_of(*choices: str) -> Callable[[Any, str], str]:

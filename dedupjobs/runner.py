@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,14 +24,19 @@ from django.db import (
 
 from dedupjobs import (
     clock,
+    counters,
     execution,
+    fields,
     hardening,
     interrupts,
+    invalidation,
     lifecycle,
     locks,
     queries,
     registry,
     signals,
+    spans,
+    stats,
 )
 from dedupjobs.backoff import Exponential
 from dedupjobs.context import Attempt
@@ -48,10 +54,13 @@ from dedupjobs.exceptions import (
     ArgumentError,
 )
 from dedupjobs.heartbeat import Heart, beating
+from dedupjobs.invalidation import News
 from dedupjobs.lifecycle import Claim, Note, Place
-from dedupjobs.locks import Grip
+from dedupjobs.locks import Grip, Taken
 from dedupjobs.models import WAITING, AttemptOutcome, Cause, Status
 from dedupjobs.registry import LONGEST, Job, Options
+from dedupjobs.signals import LockEvent
+from dedupjobs.wire import Load
 
 T = TypeVar("T")
 
@@ -71,12 +80,17 @@ class Host:
 
     owner: str = ""
     rq_id: str = ""
+    pays_when_idle: bool = False  # it tells what was counted although no other job may come
 
     def claimed(self, claim: Claim, options: Options) -> None:
         """A row is claimed and about to run."""
 
     def settled(self, claim: Claim) -> None:
         """Its ending is written, or somebody else's stands."""
+
+    def beating(self, heart: Heart) -> AbstractContextManager[Heart]:
+        """Keep its lease alive while it runs."""
+        return beating(heart)
 
 
 host = Host()
@@ -86,13 +100,18 @@ host = Host()
 def run(deliveries: list[list[int]]) -> None:
     """Run the rows of an RQ message, ``[[pk, generation], …]``, one after the other."""
     hardening.harden_connections()
+    fields.worker = fields.worker or _rq_worker()
     reset_queries()  # under DEBUG Django keeps every statement, in a worker for ever
     owner = host.owner or clock.token()
-    for index, (pk, generation) in enumerate(_checked(deliveries)):
-        if interrupts.shutting_down.is_set():
-            lifecycle.mark_unsent([host.rq_id or _rq_id()])
-            return
-        deliver(pk, generation, owner=owner if len(deliveries) == 1 else f"{owner}.{index}")
+    try:
+        for index, (pk, generation) in enumerate(_checked(deliveries)):
+            if interrupts.shutting_down.is_set():
+                lifecycle.mark_unsent([host.rq_id or _rq_id()])
+                return
+            deliver(pk, generation, owner=owner if len(deliveries) == 1 else f"{owner}.{index}")
+    finally:
+        stats.flush()  # a horse's memory ends with its run
+        spans.flush()
 
 
 def deliver(pk: int, generation: int, *, owner: str, lock: bool = True) -> Status | None:
@@ -102,11 +121,18 @@ def deliver(pk: int, generation: int, *, owner: str, lock: bool = True) -> Statu
     A delivery that finds nothing to take is dropped: whoever holds the row finishes it, or the
     coordinator recovers it.
     """
-    grip = locks.acquire(pk, owner, ttl=FIRST_LEASE) if lock else Grip.UNUSED
+    signals.tell(signals.delivery_received, "", job_pk=pk, generation=generation)
+    with counters.gathering():
+        return _deliver(pk, generation, owner, lock=lock)
+
+
+def _deliver(pk: int, generation: int, owner: str, *, lock: bool) -> Status | None:
+    taken = locks.take(pk, owner, ttl=FIRST_LEASE) if lock else Taken(Grip.UNUSED)
+    grip = taken.grip
     if grip is Grip.BUSY and _is_taken(pk):
         _drop(pk, owner, Grip.BUSY)
         return None
-    claim = _claim_surely(pk, generation, owner)
+    claim = _claim_surely(pk, generation, owner, taken.waited)
     if claim is None:
         _drop(pk, owner, grip)
         return None
@@ -116,11 +142,15 @@ def deliver(pk: int, generation: int, *, owner: str, lock: bool = True) -> Statu
     heart = Heart(job_pk=pk, fence=claim.fence, owner=owner, name=claim.name, lease=options.lease)
     signals.tell(signals.attempt_started, claim.name, claim=claim)
     begun = clock.monotonic()
-    with beating(heart):
+    with spans.consuming(claim) as span, host.beating(heart):
         ending, status = perform(claim, heart, borrowed=_in_transaction())
+        if span is not None:
+            error = ending.error.type if isinstance(ending, Failed) else ""
+            span.ended(outcome_of(ending), status, error)
     host.settled(claim)
-    _free_lock(claim, grip, status)
-    _tell_end(claim, ending, status, clock.monotonic() - begun)
+    with invalidation.gathering() as news:
+        tell_end(claim, ending, status, clock.monotonic() - begun)
+    _free_lock(claim, grip, status, heart, news)
     if isinstance(ending, Interrupted) and ending.reraise:
         raise KeyboardInterrupt
     return status
@@ -150,9 +180,14 @@ def _is_taken(pk: int) -> bool:
     return not _persist(lambda first: waiting.all().exists(), patience=CLAIM_PATIENCE)
 
 
-def _claim_surely(pk: int, generation: int, owner: str) -> Claim | None:
+def _claim_surely(pk: int, generation: int, owner: str, lock_wait: float | None) -> Claim | None:
     """Claim; where COMMIT had no reply, look for the attempt by its owner before another try."""
-    place = Place(host=socket.gethostname(), pid=os.getpid(), rq_id=host.rq_id or _rq_id())
+    place = Place(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        rq_id=host.rq_id or _rq_id(),
+        lock_wait=lock_wait,
+    )
 
     def look_or_claim(first: bool) -> Claim | None:
         if not first and (found := lifecycle.claimed_by(owner)):
@@ -169,24 +204,58 @@ def _rq_id() -> str:
     return job.id if job else ""
 
 
+def _rq_worker() -> str:
+    from rq import get_current_job  # noqa: PLC0415 - only a worker has one
+
+    job = get_current_job()
+    return (job.worker_name or "") if job else ""
+
+
 def _drop(pk: int, owner: str, grip: Grip) -> None:
     """Drop a delivery, because the row remembers; say whether a race or a redelivery brought it."""
-    if grip is Grip.HELD:
-        locks.release(pk, owner)
-    row = lifecycle.jobs().filter(pk=pk).values_list("name", "status").first()
-    name, status = row or ("", "gone")
+    columns = ("name", "status", "queue", "traceparent")
+    row = lifecycle.jobs().filter(pk=pk).values_list(*columns).first()
+    name, status, queue, traceparent = row or ("", "gone", "", "")
     cause = Cause.RACE if status == Status.RUNNING else Cause.REDELIVERY
     detail = f"a message found the row {status}"
-    signals.tell(signals.duplicate_detected, name, job_pk=pk, cause=cause, detail=detail)
+    signals.tell(
+        signals.duplicate_detected,
+        name,
+        job_pk=pk,
+        cause=cause,
+        detail=detail,
+        queue=queue,
+        traceparent=traceparent,
+    )
+    _tell_lock(name, pk, _AT_FIRST[grip], None)
+    if grip is Grip.HELD:
+        locks.release(pk, owner, cargo=counters.payment())
+    elif grip is Grip.BUSY:
+        counters.pay()
+
+
+_AT_FIRST = {
+    Grip.HELD: LockEvent.ACQUIRED,
+    Grip.BUSY: LockEvent.BUSY,
+    Grip.UNREACHABLE: LockEvent.UNREACHABLE,
+    Grip.UNUSED: None,
+}
+
+
+def _tell_lock(name: str, pk: int, event: LockEvent | None, claim: Claim | None) -> None:
+    if event is not None:
+        signals.tell(signals.lock_moved, name, job_pk=pk, event=event, claim=claim)
 
 
 def _hold_lock(claim: Claim, grip: Grip, options: Options) -> None:
+    event = _AT_FIRST[grip]
     if grip is Grip.BUSY:
         grip = locks.replace(claim.job_pk, claim.owner, ttl=options.lease)
+        event = LockEvent.TAKEN_OVER if grip is Grip.HELD else _AT_FIRST[grip]
     elif grip is Grip.HELD and options.lease != FIRST_LEASE:
         grip = locks.extend(claim.job_pk, claim.owner, ttl=options.lease)
-    if grip in (Grip.BUSY, Grip.UNREACHABLE):
-        signals.tell(signals.lock_trouble, claim.name, job_pk=claim.job_pk, grip=grip)
+        event = _AT_FIRST[grip] if grip is Grip.UNREACHABLE else event
+    _tell_lock(claim.name, claim.job_pk, event, claim)
 
 
 # ---- the run
@@ -358,12 +427,15 @@ def _settle_surely(
         return None if outcome in LOST_TO_ANOTHER else _status_of(claim)
 
     status = _persist(read_or_settle, patience=lease, claim=claim)
-    if status is None and (late := _late(ending)):
+    if status is None and (late := outcome_of(ending)):
         lifecycle.note_late(claim.fence, late)
     return status
 
 
-def _late(ending: Ending) -> AttemptOutcome | None:
+def outcome_of(ending: Ending) -> AttemptOutcome | None:
+    """Return the outcome that an ending writes; None: it writes nothing."""
+    if isinstance(ending, Failed) and ending.timed_out:
+        return AttemptOutcome.TIMED_OUT
     return {
         Succeeded: AttemptOutcome.SUCCEEDED,
         Failed: AttemptOutcome.FAILED,
@@ -408,19 +480,44 @@ def _pauses() -> Iterator[float]:
 # ---- after the run
 
 
-def _free_lock(claim: Claim, grip: Grip, status: Status | None) -> None:
-    """Release the lock, or leave it to show and filter until the retry is due."""
+def _free_lock(claim: Claim, grip: Grip, status: Status | None, heart: Heart, news: News) -> None:
+    """
+    Release the lock, or leave it to show and filter until the retry is due.
+
+    The last word to Redis: it carries the news of the job, and what was counted, since a horse
+    is about to end.
+    """
+    if not news.travels or grip in (Grip.UNREACHABLE, Grip.UNUSED):
+        news.send()
+        news = News()
     if grip in (Grip.UNREACHABLE, Grip.UNUSED):
         return
-    if status == Status.RETRYING:
-        after = lifecycle.seconds_until_due(claim.job_pk)
-        if after > 0:
-            locks.extend(claim.job_pk, claim.owner, ttl=after)
-            return
-    locks.release(claim.job_pk, claim.owner)
+    cargo = Load((counters.payment(due=host.pays_when_idle), news))
+    event = LockEvent.RELEASED
+    after = lifecycle.seconds_until_due(claim.job_pk) if status == Status.RETRYING else 0.0
+    if after > 0:
+        event = LockEvent.KEPT
+        freed = locks.extend(claim.job_pk, claim.owner, ttl=after, waited=False, cargo=cargo)
+    else:
+        freed = locks.release(claim.job_pk, claim.owner, waited=False, cargo=cargo)
+    if freed is Grip.HELD:
+        _tell_lock(claim.name, claim.job_pk, event, claim)
+    elif freed is Grip.BUSY and not _has_successor(claim, status):
+        heart.miss_lock()
+        counters.pay()
 
 
-def _tell_end(claim: Claim, ending: Ending, status: Status | None, run_time: float) -> None:
+def _has_successor(claim: Claim, status: Status | None) -> bool:
+    """Whether the lock may be another's because this attempt had ended when that one began."""
+    later = lifecycle.attempts().filter(job_id=claim.job_pk, number__gt=claim.number)
+    try:
+        return status is not None and later.exists()
+    except CONNECTION_ERRORS:
+        return True  # not known, and not worth a wait
+
+
+def tell_end(claim: Claim, ending: Ending, status: Status | None, run_time: float | None) -> None:
+    """Tell how an attempt ended; ``run_time``: seconds, None where nobody has measured them."""
     signals.tell(
         signals.attempt_ended,
         claim.name,

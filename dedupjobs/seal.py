@@ -23,9 +23,14 @@ def sign(purpose: str, text: str) -> str:
 
 def is_genuine(purpose: str, text: str, signature: str) -> bool:
     """Whether a process with one of our secret keys has signed ``text`` for this purpose."""
-    message, given = f"{purpose}\n{text}".encode(), signature.encode()
-    keys = (settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS)
-    return any(compare_digest(_signature(key, message).encode(), given) for key in keys)
+    message = f"{purpose}\n{text}".encode()
+    if _fits(settings.SECRET_KEY, message, signature):
+        return True
+    return any(_fits(key, message, signature) for key in settings.SECRET_KEY_FALLBACKS)
+
+
+def _fits(secret: str | bytes, message: bytes, signature: str) -> bool:
+    return compare_digest(_signature(secret, message).encode(), signature.encode())
 
 
 def _signature(secret: str | bytes, message: bytes) -> str:

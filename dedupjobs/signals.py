@@ -6,24 +6,42 @@ Every signal has ``sender`` (the job's registered name) and the keyword argument
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any
 
 from django.dispatch import Signal
+
+
+class LockEvent(StrEnum):
+    """What became of a row's Redis lock."""
+
+    ACQUIRED = "acquired"
+    BUSY = "busy"
+    RENEWED = "renewed"
+    RELEASED = "released"
+    KEPT = "kept until the retry"
+    EXPIRED = "expired"  # gone or another's before the attempt's end; told once per attempt
+    TAKEN_OVER = "taken over"
+    UNREACHABLE = "unreachable"
+
 
 job_changed = Signal()  # changes (lifecycle.Change): a key answers otherwise than before
 job_invalidated = Signal()  # message (invalidation.Message): heard from any process, maybe late
 invalidation_troubled = Signal()  # error
 job_enqueued = Signal()  # job (row), kind
+# Of messages also: queue, traceparent.
 duplicate_detected = Signal()  # job_pk, cause (models.Cause), detail
+insert_lost = Signal()  # job (row): another call's INSERT of this key came first
 mismatch_detected = Signal()  # job (row), differing (names), policy
 hand_over_failed = Signal()  # queue, count, error
+delivery_received = Signal()  # job_pk, generation: a worker looks at a message; no name yet
+lock_moved = Signal()  # job_pk, event (LockEvent), claim (None: before it, or without one)
 attempt_started = Signal()  # claim
 attempt_ended = Signal()  # claim, ending, status (None: somebody else had decided), run_time
 job_dead = Signal()  # job_pk, key, reason ("failures", "lost")
 lease_lost = Signal()  # fence, detail
-attempt_lost = Signal()  # job_pk, fence, outcome, status, cause ("lease", "death", "timeout")
-messages_resent = Signal()  # queue, count, cause ("lost", "wiped")
-lock_trouble = Signal()  # job_pk, grip
+attempt_lost = Signal()  # lost (lifecycle.Lost), cause ("lease", "death")
+messages_resent = Signal()  # queue, count, cause ("lost", "wiped"), waited (seconds, on average)
 settle_troubled = Signal()  # claim, error
 operated = Signal()  # job_pk, action, by, after (an operator's arrow)
 slot_skipped = Signal()  # slot: the job's previous one still waits

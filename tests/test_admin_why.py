@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from django.utils import timezone
 
-from dedupjobs.admin.spoken import span
-from dedupjobs.admin.why import Situation, Try, explain
 from dedupjobs.models import Status
+from dedupjobs.story.spoken import span
+from dedupjobs.story.why import Situation, Try, explain
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,10 @@ from django.db import connection, transaction
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
-from dedupjobs import cache, clock, lifecycle, operations
+from dedupjobs import FOREVER, cache, clock, lifecycle, operations
 from dedupjobs.clock import DbNow
 from dedupjobs.exceptions import ArgumentError, NoResult, PayloadMismatch, ResultTimeout
+from dedupjobs.lifecycle import Place
 from dedupjobs.models import Kind, ProcessedJob, Status
 from dedupjobs.testing import run_pending
 from tests import live
@@ -86,6 +87,23 @@ def test_success_is_read_from_the_database_once_then_from_redis_then_from_here()
         assert jobs.record.result(tag="a") == "x"
     assert (len(first), len(second)) == (1, 0)
     assert entry_of(row) is None
+
+
+def test_change_that_nobody_told_is_believed_away_for_l1_ttl_at_the_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = clock.monotonic()
+    monkeypatch.setattr(clock, "monotonic", lambda: now)
+    with live.changed(DEDUPJOBS={**LONG, "L1_TTL": 2}):
+        row = jobs.record.enqueue(tag="a").job
+        assert jobs.record.status(tag="a") is Status.PENDING
+        claim = lifecycle.claim(row.pk, 1, owner="another process", place=Place())
+        assert claim is not None
+        lifecycle.complete(claim, "null", unique_for=FOREVER)
+        now += 1.999
+        assert jobs.record.status(tag="a") is Status.PENDING
+        now += 0.002
+        assert jobs.record.status(tag="a") is Status.SUCCEEDED
 
 
 def test_key_that_is_not_there_is_asked_for_each_time() -> None:
@@ -434,3 +452,21 @@ def test_cache_that_is_no_redis_costs_speed_and_no_call() -> None:
         assert jobs.record.status(tag="a") is Status.SUCCEEDED
         assert jobs.record.enqueue(tag="a", text="x").kind is Kind.REPLAYED
         assert jobs.record.enqueue(tag="b").kind is Kind.CREATED
+
+
+def test_read_that_was_cut_off_leaves_its_reply_to_nobody(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = cache.client()
+    client.redis.mset({"one": "1", "two": "2"})
+    kind: Any = client.redis.connection_pool.connection_class
+
+    def cut_off(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    redis_client.execute_command("CLIENT", "PAUSE", "300", "ALL")  # so the reply comes later
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "read_response", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            client.get("one")
+    assert client.get("two") == b"2"

@@ -16,6 +16,7 @@ from django.test.utils import override_settings
 
 from dedupjobs import FOREVER, dispatch, job, registry
 from dedupjobs.models import ProcessedJob
+from tests import live
 from tests.app import jobs
 from tests.rows import alter, tables_missing
 from tests.servers import free_port
@@ -118,6 +119,39 @@ def test_several_wrong_settings_are_all_named() -> None:
         assert len([m for m in messages if m.id == "dedupjobs.E001"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("defaults", "words"),
+    [
+        ({"timeout": -1}, "DEDUPJOBS['DEFAULTS']: timeout=-1; give 0.1 s to 366 days"),
+        ({"timeot": 1}, "DEDUPJOBS['DEFAULTS']: unknown option timeot; did you mean 'timeout'?"),
+        ({"colour": 1}, "DEDUPJOBS['DEFAULTS']: unknown option colour; known: "),
+        ({"on_lost": "retyr"}, "on_lost='retyr' is not one of ('retry', 'hold')"),
+        ({7: 1}, "DEDUPJOBS['DEFAULTS']: unknown option 7; known: "),
+    ],
+)
+def test_wrong_default_of_jobs_is_e001_and_is_left_out(
+    defaults: dict[Any, Any], words: str
+) -> None:
+    with override_settings(DEDUPJOBS={"DEFAULTS": {**defaults, "max_attempts": 7}}):
+        assert words in only("dedupjobs.E001").msg
+        with defined():
+            options = registry.get("tests.checked").options
+            assert options == registry.Options(max_attempts=7)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"LEADER_TTL": 1, "TICK": 5}, "['LEADER_TTL'] = 1 s is not longer than TICK = 5 s"),
+        ({"TICK": 10}, "['LEADER_TTL'] = 10 s is not longer than TICK = 10 s"),
+        ({"L1_TTL": 60, "L2_TTL": 30}, "['L2_TTL'] = 30 s is not longer than L1_TTL = 60 s"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_w009(given: dict[str, Any], words: str) -> None:
+    with override_settings(DEDUPJOBS=given):
+        assert words in only("dedupjobs.W009").msg
+
+
 # ---- jobs and queues
 
 
@@ -165,6 +199,21 @@ def test_project_without_queues_is_e004(queues: Any) -> None:
     assert "dedupjobs.E004" in messages
     assert "RQ_QUEUES" in messages["dedupjobs.E004"].hint
     assert set(messages) <= {"dedupjobs.E002", "dedupjobs.E004"}
+
+
+@pytest.mark.parametrize("queues", [["default"], "default", 7], ids=str)
+def test_queues_of_another_type_are_e004(queues: Any) -> None:
+    with override_settings(RQ_QUEUES=queues):
+        message = found()["dedupjobs.E004"]
+    assert f"RQ_QUEUES is {queues!r}, no dict" in message.msg
+
+
+@pytest.mark.parametrize("queue", [None, 7, {}, {"URL": 5}, {"URL": "http://127.0.0.1"}], ids=str)
+def test_queue_that_gives_no_connection_is_e027(queue: Any) -> None:
+    with live.changed(RQ_QUEUES={**settings.RQ_QUEUES, "low": queue}):
+        message = only("dedupjobs.E027")
+    assert "RQ_QUEUES['low'] gives no connection: " in message.msg
+    assert "URL" in message.hint
 
 
 # ---- cache
@@ -244,6 +293,22 @@ def test_job_that_invalidates_a_cache_that_hides_its_errors_is_w008(invalidating
 def test_worker_class_that_can_not_be_imported_is_e007(path: str) -> None:
     with override_settings(RQ={"WORKER_CLASS": path}):
         assert repr(path) in only("dedupjobs.E007").msg
+
+
+@pytest.mark.parametrize(
+    "value", [5, "os.path", "os.path.join", "collections.OrderedDict"], ids=str
+)
+def test_worker_class_that_is_no_worker_is_e007(value: Any) -> None:
+    with override_settings(RQ={"WORKER_CLASS": value}):
+        message = only("dedupjobs.E007")
+    assert f"{value!r} is no worker of RQ" in message.msg
+    assert "DedupWorker" in message.hint
+
+
+@pytest.mark.parametrize("rq", [None, "rq.Worker", ["rq.Worker"]], ids=str)
+def test_rq_setting_of_another_type_is_e007(rq: Any) -> None:
+    with override_settings(RQ=rq):
+        assert f"RQ is {rq!r}, no dict" in found()["dedupjobs.E007"].msg
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,7 @@ def test_second_coordinator_rests_while_the_first_one_leads_and_takes_over_after
 def test_leading_process_killed_is_followed_by_another(spawn: Spawn) -> None:
     with live.changed(RQ={"WORKER_CLASS": STOCK}), live.cache_client() as client:
         leader = live.start_coordinator(spawn)
-        until(lambda: client.exists(":1:dedupjobs:leader"), PATIENCE, what="it leads")
+        until(lambda: client.keys(":1:dedupjobs:leader:*"), PATIENCE, what="it leads")
         live.start_coordinator(spawn)
         live.kill(leader.pid)
         leader.wait()

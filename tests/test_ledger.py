@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ import pytest
 import redis
 from django.conf import settings as django_settings
 from django.core.management import CommandError, call_command
+from django.core.signals import request_finished
 from django.db import OperationalError, connection, transaction
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
@@ -246,6 +249,60 @@ def test_hot_key_of_several_threads_loses_no_count(impatient: None) -> None:
     assert ProcessedJob.objects.get().duplicates < 160
 
 
+def in_redis() -> int:
+    """Return how many duplicates Redis knows of that were not folded yet."""
+    return sum(int(n) for n in stats._client().redis.hvals(stats._key("duplicates")))
+
+
+@pytest.fixture
+def lasting_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a process that has sent a count gather what follows, for as long as the test lasts."""
+    monkeypatch.setattr(stats, "GATHER", 3600)
+
+
+@pytest.mark.usefixtures("lasting_gather")
+def test_storm_of_duplicates_is_gathered_and_then_told_at_once() -> None:
+    jobs.record.enqueue(tag="hot")
+    for _ in range(101):
+        jobs.record.enqueue(tag="hot")
+    assert in_redis() == 1  # the first one was told without delay
+    stats.flush()
+    stats.flush()
+    assert in_redis() == 101
+
+
+@pytest.mark.usefixtures("lasting_gather")
+def test_what_was_gathered_is_told_when_the_request_ends() -> None:
+    for _ in range(4):
+        jobs.record.enqueue(tag="hot")
+    assert in_redis() == 1
+    request_finished.send(sender=None)
+    assert in_redis() == 3
+
+
+@pytest.mark.usefixtures("lasting_gather")
+def test_what_was_gathered_is_told_when_the_run_of_a_message_ends() -> None:
+    row = succeeded()
+    jobs.record.enqueue(tag="a")
+    assert in_redis() == 1
+    runner.run([[row.pk, 1], [row.pk, 1]])
+    assert in_redis() == 3
+
+
+def test_what_was_gathered_is_told_when_the_process_ends(process_env: dict[str, str]) -> None:
+    script = """
+import django
+django.setup()
+from dedupjobs import stats
+from tests.app import jobs
+stats.GATHER = 3600
+for _ in range(4):
+    jobs.record.enqueue(tag="hot")
+"""
+    subprocess.run([sys.executable, "-c", script], env=process_env, check=True, timeout=60)
+    assert in_redis() == 3
+
+
 def test_fold_costs_one_update_a_row() -> None:
     for tag in "abc":
         for _ in range(5):
@@ -324,6 +381,7 @@ def test_wiped_redis_loses_what_was_not_folded_and_no_more(redis_cache: Any) -> 
     stats.fold()
     for _ in range(3):
         jobs.record.enqueue(tag="a")
+    stats.flush()
     redis_cache.flushdb()
     for _ in range(2):
         jobs.record.enqueue(tag="a")

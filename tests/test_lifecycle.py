@@ -200,16 +200,17 @@ def test_claim_by_eight_at_once_is_won_by_one(transactional_db: None) -> None:
     assert JobAttempt.objects.count() == 1
 
 
-def test_claim_and_settle_cost_five_statements_in_the_order_that_locks_demand(
+def test_claim_and_settle_cost_few_statements_in_the_order_that_locks_demand(
     row: ProcessedJob,
 ) -> None:
     with CaptureQueriesContext(connection) as captured:
         claim = lifecycle.claim(row.pk, 1, owner="me", place=PLACE)
         assert claim is not None
         lifecycle.complete(claim, "null", unique_for=FOREVER)
+    asked = ["SELECT job"] if connection.vendor == "mysql" else []  # its UPDATE returns no row
     assert statements(captured) == [
-        "UPDATE job",  # the row is won,
-        "SELECT job",  # its arguments are read,
+        "UPDATE job",  # the row is won, and its arguments are read,
+        *asked,
         "INSERT attempt",  # and the fence is issued after that
         "UPDATE attempt",
         "UPDATE job",

@@ -187,6 +187,15 @@ def test_function_in_a_function_needs_a_name_that_a_worker_can_know() -> None:
         define(lambda order_id: None, name=None)
 
 
+def test_async_job_can_not_be_atomic() -> None:
+    async def pay_async(*, order_id: int) -> None: ...
+
+    with pytest.raises(JobDefinitionError, match="another connection, so atomic=True"):
+        define(pay_async, atomic=True)
+    assert registry.find(NAME) is None
+    assert define(pay_async).options.atomic is False
+
+
 def test_name_longer_than_its_column_is_refused() -> None:
     with pytest.raises(JobDefinitionError, match="200"):
         define(name="x" * 201)

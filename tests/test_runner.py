@@ -96,6 +96,12 @@ def test_async_job_is_awaited() -> None:
     assert keys.decode(attempt.job.result or "") == "async a"
 
 
+def test_async_job_that_raises_has_failed() -> None:
+    attempt = run(jobs.fail_async, tag="a")
+    assert (attempt.outcome, attempt.error_message) == ("FAILED", "no luck with a")
+    assert attempt.job.status == "RETRYING"
+
+
 @pytest.mark.parametrize(("what", "value"), [("zero", 0), ("none", None)])
 def test_result_that_is_false_is_a_result(what: str, value: Any) -> None:
     attempt = run(jobs.give_back, tag="a", what=what)
@@ -1237,7 +1243,7 @@ def test_run_pending_of_a_job_that_times_out_keeps_the_tests_transaction() -> No
 def test_run_pending_of_a_job_that_enqueues_itself_for_ever_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(testing, "ROUNDS", 10)
+    monkeypatch.setattr(testing.running, "ROUNDS", 10)
     ever.enqueue(number=0)
     with pytest.raises(AssertionError, match="ran 10 attempts and jobs are still due"):
         run_pending()

@@ -19,8 +19,8 @@ from django.views.decorators.http import require_safe
 from dedupjobs import conf
 from dedupjobs.admin import board, period
 from dedupjobs.admin.plain import ReadOnly
-from dedupjobs.admin.spoken import moment
 from dedupjobs.models import ProcessedJob
+from dedupjobs.story.spoken import moment
 
 SPAN_WORDS = {"hour": _("last hour"), "day": _("last day")}
 

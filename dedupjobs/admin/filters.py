@@ -10,8 +10,8 @@ from django.http import HttpRequest
 from django.utils.translation import gettext_lazy as _
 
 from dedupjobs import criteria, dispatch, lifecycle
-from dedupjobs.admin.text import shown
 from dedupjobs.models import Status
+from dedupjobs.visible import shown
 
 MOST = 50  # choices of one filter; others are reached by search
 

@@ -24,7 +24,7 @@ from django.utils.translation import gettext_lazy, ngettext
 from django.views.decorators.http import require_POST, require_safe
 from redis.exceptions import RedisError
 
-from dedupjobs import bulk, criteria, lifecycle, operations, registry
+from dedupjobs import bulk, criteria, lifecycle, operations, registry, visible
 from dedupjobs.admin import deeds, filters, page, text, truth
 from dedupjobs.admin.deeds import ACTIONS, DEEDS, AsSeen, Deed, Wish
 from dedupjobs.admin.forms import form_of
@@ -37,10 +37,8 @@ from dedupjobs.admin.listing import (
     newest_of,
     upcoming,
     when,
-    where,
 )
 from dedupjobs.admin.plain import LARGE, ReadOnly
-from dedupjobs.admin.spoken import span
 from dedupjobs.admin.truth import Known
 from dedupjobs.models import (
     FINAL,
@@ -51,6 +49,8 @@ from dedupjobs.models import (
     ProcessedJob,
     Status,
 )
+from dedupjobs.story.situation import where
+from dedupjobs.story.spoken import span
 from dedupjobs.wire import UNREACHABLE
 
 ORDER = "dedupjobs.order"  # in the session
@@ -188,9 +188,9 @@ class ProcessedJobAdmin(ReadOnly):
         again = words % {"n": row.duplicates} if row.duplicates else ""
         return format_html(
             '<span class="dj-name">{} · {}</span> <bdi class="dj-key">{}</bdi>{}',
-            text.shown(row.name, 200),
-            text.shown(row.queue, 100),
-            text.shown(row.key or f"#{row.pk}", 200),
+            visible.shown(row.name, 200),
+            visible.shown(row.queue, 100),
+            visible.shown(row.key or f"#{row.pk}", 200),
             format_html(' <span class="dj-quiet">{}</span>', again) if again else "",
         )
 
@@ -200,7 +200,7 @@ class ProcessedJobAdmin(ReadOnly):
             return badge(row.status)
         more = condition(row, registry.options_of(row.name).stall_after)
         flag = format_html(' <span class="dj-condition">{}</span>', more) if more else ""
-        owner = text.shown(where(row.newest), 80)
+        owner = visible.shown(where(row.newest), 80)
         return format_html(
             '{}{} <span class="dj-owner"><bdi>{}</bdi></span>', badge(row.status), flag, owner
         )
@@ -249,7 +249,7 @@ class ProcessedJobAdmin(ReadOnly):
         may_see = self.may(request, "arguments")
         open_one = found.newest if found.newest and found.newest.outcome is None else None
         context = {
-            **self._context(request, title=text.shown(row, 120)),
+            **self._context(request, title=visible.shown(row, 120)),
             "row": row,
             "original": row,
             "object_id": object_id,
@@ -328,10 +328,10 @@ class ProcessedJobAdmin(ReadOnly):
         changed = sum(d.changed for d in done)
         for one in [d for d in done if not d.changed][:SAMPLE]:
             words = _("Nothing was changed: %(words)s")
-            messages.error(request, words % {"words": text.shown(one.words, 500)})
+            messages.error(request, words % {"words": visible.shown(one.words, 500)})
         if changed == 1:
             words = next(d.words for d in done if d.changed)
-            messages.success(request, text.shown(words, 500))
+            messages.success(request, visible.shown(words, 500))
         elif changed or not done:
             words = _("%(action)s: %(changed)s of %(all)s jobs were changed.")
             facts = {"action": deed.label, "changed": changed, "all": len(done)}
@@ -446,7 +446,7 @@ class ProcessedJobAdmin(ReadOnly):
     def _progress(self, found: BulkOperation) -> dict[str, Any]:
         done = found.changed + found.refused
         if found.ended_at is not None:
-            state, words = "ended", text.shown(found.note, 500)
+            state, words = "ended", visible.shown(found.note, 500)
         elif found.total is None:
             state, words = "waiting", _("waiting for a worker")
         else:

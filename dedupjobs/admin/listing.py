@@ -17,8 +17,8 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 
 from dedupjobs import lifecycle
-from dedupjobs.admin.spoken import moment, span
 from dedupjobs.models import JobAttempt, ProcessedJob, Status
+from dedupjobs.story.spoken import moment, span
 
 COUNTED = 10_000  # rows that a list counts; more are "more than"
 
@@ -143,10 +143,3 @@ def upcoming(row: Any) -> tuple[datetime | None, str]:
     if row.finished_at is not None:
         return row.finished_at, _("ended %(at)s") % {"at": moment(row.finished_at, now)}
     return None, "–"
-
-
-def where(attempt: JobAttempt | None) -> str:
-    """Return the host and process of an attempt."""
-    if attempt is None or not attempt.host:
-        return "–"
-    return f"{attempt.host}:{attempt.pid}" if attempt.pid else attempt.host

@@ -10,9 +10,9 @@ from django.utils.translation import gettext as _
 from dedupjobs import summaries
 from dedupjobs.admin.charts import Plan, Series
 from dedupjobs.admin.period import Period
-from dedupjobs.admin.spoken import brief
 from dedupjobs.admin.tiles import CAUSES, number_words
 from dedupjobs.models import Status
+from dedupjobs.story.spoken import brief
 from dedupjobs.summaries import Histogram, Point, Totals
 
 MOST_QUEUES = 6

@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 import json
-import unicodedata
 from typing import Any
 
 from django.utils.translation import gettext as _
 
 from dedupjobs import criteria
+from dedupjobs.visible import shown
 
-LONGEST = 10_000  # characters of one text on a page
 DEEPEST = 20
-HIDDEN = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")  # control, format (bidi), surrogate, private, lines
-
-
-def shown(text: object, longest: int = LONGEST) -> str:
-    """Return a text whose every character can be seen, cut to ``longest`` characters."""
-    whole = str(text)
-    cut = whole[:longest]
-    visible = "".join(c if c in "\n\t" or not _is_hidden(c) else _escaped(c) for c in cut)
-    return visible if len(whole) <= longest else f"{visible}…"
-
-
-def _is_hidden(character: str) -> bool:
-    return unicodedata.category(character) in HIDDEN
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape", "backslashreplace").decode("ascii")
 
 
 def pairs(stored: str | None) -> list[tuple[str, str]]:

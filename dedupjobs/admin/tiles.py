@@ -20,8 +20,8 @@ from django.utils.translation import gettext_lazy
 from dedupjobs import criteria, lifecycle, summaries
 from dedupjobs.admin.listing import COUNTED, ICONS
 from dedupjobs.admin.period import Period
-from dedupjobs.admin.spoken import span
 from dedupjobs.models import Cause, Status
+from dedupjobs.story.spoken import span
 
 LIVE = COUNTED
 LONG = 60.0  # seconds that a due job may wait before its tile says so

@@ -7,32 +7,19 @@ attributes instead of styles, and a table behind it tells the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from datetime import datetime, timedelta
-from itertools import zip_longest
+from datetime import datetime
 
 from django.utils.translation import gettext as _
 
-from dedupjobs.admin.spoken import span
-from dedupjobs.models import DuplicateSample, JobAttempt, ProcessedJob
+from dedupjobs.story.events import LANES, Event
+from dedupjobs.story.spoken import span
 
 LEFT, WIDTH, RIGHT = 90, 1000, 30  # of the drawing, in its own units
 LANE, TOP, BAR = 34, 14, 18
 NARROWEST = 3.0  # so that a short attempt in a long life can still be seen
 TICKS = 5
-LANES = ("calls", "waiting", "attempts", "beats")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """Something that happened; ``end`` is None for a moment. ``kind`` is a CSS class."""
-
-    lane: str
-    kind: str
-    begin: datetime
-    end: datetime | None
-    words: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,86 +88,6 @@ def draw(events: Iterable[Event]) -> Drawing | None:
         begin=begin,
         total=span(total),
     )
-
-
-def events_of(
-    row: ProcessedJob,
-    attempts: Sequence[JobAttempt],
-    duplicates: Sequence[DuplicateSample],
-    now: datetime,
-) -> list[Event]:
-    """Return what is known to have happened to a job; ``attempts`` by their numbers."""
-    found = [_moment("calls", "created", row.created_at, _("enqueued for the first time"))]
-    if row.enqueued_at - row.created_at > timedelta(milliseconds=1):
-        found.append(_moment("calls", "enqueued", row.enqueued_at, _("enqueued again")))
-    for sample in duplicates:
-        words = _("duplicate: %(cause)s") % {"cause": sample.get_cause_display()}
-        found.append(_moment("calls", "duplicate", sample.at, words))
-    for attempt, following in zip_longest(attempts, attempts[1:]):
-        found += _of_attempt(attempt, now)
-        if attempt.ended_at is not None:
-            found += _after(attempt, following, row, now)
-    return found
-
-
-def _of_attempt(attempt: JobAttempt, now: datetime) -> Iterator[Event]:
-    claimed, end = attempt.claimed_at, attempt.ended_at or now
-    number = {"number": attempt.number}
-    if attempt.queue_delay:
-        words = _("attempt %(number)s waited %(span)s in the queue")
-        yield Event(
-            lane="waiting",
-            kind="queue",
-            begin=claimed - timedelta(seconds=attempt.queue_delay),
-            end=claimed,
-            words=words % {**number, "span": span(attempt.queue_delay)},
-        )
-    if attempt.lock_wait:
-        words = _("attempt %(number)s waited %(span)s for the lock")
-        yield Event(
-            lane="waiting",
-            kind="lock",
-            begin=claimed - timedelta(seconds=attempt.lock_wait),
-            end=claimed,
-            words=words % {**number, "span": span(attempt.lock_wait)},
-        )
-    outcome = str(attempt.get_outcome_display() or _("still open"))
-    took = span((end - claimed).total_seconds())
-    words = _("attempt %(number)s: %(outcome)s after %(span)s")
-    yield Event(
-        lane="attempts",
-        kind=(attempt.outcome or "open").lower(),
-        begin=claimed,
-        end=max(end, claimed),
-        words=words % {**number, "outcome": outcome, "span": took},
-    )
-    if attempt.beat_at > claimed:
-        words = _("last beat of attempt %(number)s") % number
-        yield _moment("beats", "beat", attempt.beat_at, words)
-    if attempt.outcome is None and attempt.lease_until < now:
-        words = _("lease of attempt %(number)s expired") % number
-        yield _moment("beats", "expired", attempt.lease_until, words)
-
-
-def _after(
-    attempt: JobAttempt, following: JobAttempt | None, row: ProcessedJob, now: datetime
-) -> Iterator[Event]:
-    """The pause between an attempt and the next one, or the one that is planned."""
-    begin = attempt.ended_at or now
-    if following is not None:
-        delay = timedelta(seconds=following.queue_delay or 0)
-        end = following.claimed_at - delay
-    elif row.status == "RETRYING":
-        end = row.run_after
-    else:
-        return
-    if end > begin:
-        words = _("retry after %(span)s") % {"span": span((end - begin).total_seconds())}
-        yield Event(lane="waiting", kind="pause", begin=begin, end=end, words=words)
-
-
-def _moment(lane: str, kind: str, at: datetime, words: str) -> Event:
-    return Event(lane=lane, kind=kind, begin=at, end=None, words=words)
 
 
 def _lane_names() -> tuple[str, ...]:

@@ -11,10 +11,10 @@ from django.utils.translation import ngettext
 
 from dedupjobs import conf
 from dedupjobs.admin.period import Period
-from dedupjobs.admin.spoken import span
 from dedupjobs.admin.tiles import Now, bounded
 from dedupjobs.fleet import Fleet
 from dedupjobs.models import Status
+from dedupjobs.story.spoken import span
 from dedupjobs.summaries import MINUTE, Point
 
 PATIENCE = 3  # rounds of summaries that may be missing before the numbers are called old

@@ -14,12 +14,12 @@ from django.utils.translation import gettext as _
 from redis.exceptions import RedisError
 
 from dedupjobs import cache, conf, dispatch, locks
-from dedupjobs.admin.spoken import span
 from dedupjobs.cache import Stored
 from dedupjobs.dispatch import Trace
 from dedupjobs.exceptions import UnknownQueue
 from dedupjobs.locks import Seen
 from dedupjobs.models import WAITING, JobAttempt, ProcessedJob, Status
+from dedupjobs.story.spoken import span
 from dedupjobs.wire import UNREACHABLE
 
 GRACE = 2.0  # seconds in which two stores may say different things, since one is read first

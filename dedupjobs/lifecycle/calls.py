@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import islice
@@ -17,6 +17,7 @@ from dedupjobs.clock import DbNow
 from dedupjobs.exceptions import DedupJobsError, TransactionLost
 from dedupjobs.lifecycle.rows import (
     FRESH,
+    NEXT_VERSION,
     NO_RERUN,
     UNSENT,
     alias,
@@ -25,6 +26,7 @@ from dedupjobs.lifecycle.rows import (
     jobs,
 )
 from dedupjobs.lifecycle.sending import new_dispatch_id
+from dedupjobs.lifecycle.statements import Select, Slot, can_return_updated, insert
 from dedupjobs.models import ACTIVE, Kind, ProcessedJob, Status
 from dedupjobs.registry import Call, Options
 
@@ -33,6 +35,7 @@ T = TypeVar("T")
 LOOPS = 10  # read → insert or change; each loop means that somebody else moved the row
 DEADLOCKS = {"1213", "1205"}  # as MySQL numbers a deadlock and a lock wait time-out
 CHUNK = 500  # calls per statement of enqueue_many
+COMPUTED = ("id", "created_at", "enqueued_at", "run_after", "debounce_deadline", "dispatched_at")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +45,7 @@ class Answer:
 
     ``mismatch``: the key is held by other arguments. ``sends``: the row waits for a message
     that this call is to push after its commit. ``reopens``: the key had ended before, and others
-    may remember it so.
+    may remember it so. ``conflicted``: another call's row was in the way of our INSERT.
     """
 
     kind: Kind
@@ -50,6 +53,7 @@ class Answer:
     mismatch: bool = False
     sends: bool = False
     reopens: bool = False
+    conflicted: bool = False
 
 
 def enqueue(call: Call, *, options: Options, holds: bool) -> Answer:
@@ -59,17 +63,19 @@ def enqueue(call: Call, *, options: Options, holds: bool) -> Answer:
     ``holds``: a success keeps the key (``unique_for`` is not None). Starts with a plain read, so
     a duplicate costs one SELECT and no lock; only a miss inserts.
     """
+    conflicted = False
     for _ in range(LOOPS):
         row = _row_of(call.key_hash)
         probes.reach("enqueue.read")
         if row is None:
-            made = _insert([call], options).get(call.key_hash)
+            made = _insert(call, options)
             if made is not None:
                 return _new(made)
+            conflicted = True
             continue
         answer = _or_read_again(partial(_answer, row, call, options, holds), None)
         if answer is not None:
-            return answer
+            return replace(answer, conflicted=True) if conflicted else answer
     raise DedupJobsError(
         f"{call.name} {call.key!r}: moved by others {LOOPS} times in a row; try again"
     )
@@ -86,10 +92,13 @@ def enqueue_many(calls: Sequence[Call], *, options: Options, holds: bool) -> lis
     firsts = {call.key_hash: call for call in reversed(calls)}
     made: dict[str, ProcessedJob] = {}
     there: dict[str, Any] = {}
+    lost: set[str] = set()
     for chunk in _chunks(sorted(firsts)):
         known = set(jobs().filter(key_hash__in=chunk).values_list("key_hash", flat=True))
-        made |= _insert([firsts[k] for k in chunk if k not in known], options)
-        there |= {row.key_hash: row for row in _rows(chunk)}
+        missing = [k for k in chunk if k not in known]
+        made |= _insert_many([firsts[k] for k in missing], options)
+        lost |= set(missing) - made.keys()
+        there |= {row.key_hash: row for row in _rows(key_hash__in=chunk)}
     answers: dict[int, Answer] = {}
     for i in sorted(range(len(calls)), key=lambda i: calls[i].key_hash):
         call = calls[i]
@@ -103,6 +112,8 @@ def enqueue_many(calls: Sequence[Call], *, options: Options, holds: bool) -> lis
             answers[i] = enqueue(call, options=options, holds=holds)
         else:
             answers[i] = _turned_away(kind, row, call)
+        if call.key_hash in lost and firsts[call.key_hash] is call:
+            answers[i] = replace(answers[i], conflicted=True)
     return [answers[i] for i in range(len(calls))]
 
 
@@ -120,15 +131,18 @@ def _chunks(keys: list[str]) -> Iterator[list[str]]:
         yield chunk
 
 
-def _rows(key_hashes: Sequence[str]) -> Any:
+def _rows(**which: Any) -> Any:
     """Return rows with the database's clock and whether their present generation was tried."""
     tried = attempts().filter(job_id=OuterRef("pk"), generation=OuterRef("generation"))
-    found = jobs().filter(key_hash__in=key_hashes)
-    return found.annotate(db_now=DbNow(), tried=Exists(tried))
+    return jobs().filter(**which).annotate(db_now=DbNow(), tried=Exists(tried))
+
+
+_KEY_HASH = Slot("key_hash", ProcessedJob._meta.get_field("key_hash"))
+_BY_KEY = Select(ProcessedJob, "by key", lambda: _rows(key_hash=_KEY_HASH))
 
 
 def _row_of(key_hash: str) -> Any:
-    return _rows([key_hash]).first()
+    return _BY_KEY.first(alias(), key_hash=key_hash)
 
 
 def _sent(row: Any, dispatch_id: str) -> bool:
@@ -165,28 +179,43 @@ def _held_as(row: Any, options: Options, holds: bool) -> Kind | None:
 # ---- on a key that is free
 
 
-def _insert(calls: Sequence[Call], options: Options) -> dict[str, ProcessedJob]:
+def _insert(call: Call, options: Options) -> ProcessedJob | None:
+    """
+    Insert a row and return it; None if somebody else has inserted this key.
+
+    A conflict must not abort the caller's transaction, so the insert ignores it. A loser waits
+    for an open winner, and wins if that one rolls back.
+    """
+    if not can_return_updated(alias()):
+        return _insert_many([call], options).get(call.key_hash)
+    values = _new_row(call, options, new_dispatch_id())
+    row = insert(ProcessedJob, alias(), returning=COMPUTED, ignore_conflicts=True, **values)
+    probes.reach("enqueue.inserted")
+    return row  # type: ignore[no-any-return]
+
+
+def _insert_many(calls: Sequence[Call], options: Options) -> dict[str, ProcessedJob]:
     """
     Insert rows, and return those that are ours by their key's hash.
 
-    A conflict must not abort the caller's transaction, so the insert ignores it; whose row it
-    is shows by the dispatch id, which is drawn before. A loser waits for an open winner, and
-    wins if that one rolls back.
+    Not every database says which rows of a statement were inserted: whose row it is shows by
+    the dispatch id, which is drawn before.
     """
     if not calls:
         return {}
     drawn = {call.key_hash: new_dispatch_id() for call in calls}
-    rows = [
-        ProcessedJob(
-            key_hash=call.key_hash,
-            key=call.key,
-            scope=call.scope,
-            created_at=DbNow(),
-            **_payload(call, options, drawn[call.key_hash]),
-        )
-        for call in calls
-    ]
+    rows = [ProcessedJob(**_new_row(c, options, drawn[c.key_hash])) for c in calls]
     return _or_read_again(lambda: _inserted(rows, drawn), {})
+
+
+def _new_row(call: Call, options: Options, dispatch_id: str) -> dict[str, Any]:
+    return {
+        "key_hash": call.key_hash,
+        "key": call.key,
+        "scope": call.scope,
+        "created_at": DbNow(),
+        **_payload(call, options, dispatch_id),
+    }
 
 
 def _or_read_again(write: Callable[[], T], missed: T) -> T:
@@ -242,7 +271,7 @@ def _reopen(row: ProcessedJob, call: Call, options: Options, drawn: str) -> bool
         .filter(pk=row.pk, status=row.status, version=row.version)
         .update(
             status=Status.PENDING,
-            version=F("version") + 1,
+            version=NEXT_VERSION,
             generation=F("generation") + int(grows),
             **NO_RERUN,
             finished_at=None,
@@ -263,6 +292,7 @@ def _payload(call: Call, options: Options, dispatch_id: str) -> dict[str, Any]:
         "queue": call.queue,
         "args": call.args,
         "fingerprint": call.fingerprint,
+        "traceparent": call.traceparent,
         "enqueued_at": DbNow(),
         "run_after": delay if isinstance(delay, datetime) else DbNow(delay),
         "debounce_deadline": DbNow(options.max_wait) if options.max_wait else None,
@@ -320,7 +350,7 @@ def _replace(row: Any, call: Call, options: Options) -> Answer | None:
     seen = jobs().filter(pk=row.pk, status=Status.PENDING, version=row.version)
     if not options.debounce and row.args == call.args and call.run_after is None:
         # What waits is this very call: nothing to write, at most the row to hold.
-        if _is_free() or seen.update(version=F("version") + 1):
+        if _is_free() or seen.update(version=NEXT_VERSION):
             return Answer(kind=Kind.DUPLICATE, row=row)
         return None
     probes.reach("replace.before")
@@ -331,7 +361,7 @@ def _replace(row: Any, call: Call, options: Options) -> Answer | None:
     if options.debounce:
         due = row.db_now + timedelta(seconds=options.debounce)
         changes |= {"run_after": min(due, row.debounce_deadline or due), **UNSENT}
-    if not seen.update(version=F("version") + 1, **changes):
+    if not seen.update(version=NEXT_VERSION, **changes):
         return None
     fresh = _row_of(call.key_hash) or row
     if options.debounce:
@@ -356,6 +386,6 @@ def _rerun(row: Any, call: Call) -> bool:
             rerun_fingerprint=call.fingerprint,
             rerun_name=call.name,
             rerun_queue=call.queue,
-            version=F("version") + 1,
+            version=NEXT_VERSION,
         )
     )

@@ -11,7 +11,16 @@ from django.db.models import F, Q
 
 from dedupjobs import probes, registry
 from dedupjobs.clock import DbNow
-from dedupjobs.lifecycle.rows import UNASKED, Claim, alias, attempts, jobs, skip_locked
+from dedupjobs.lifecycle.rows import (
+    NEXT_VERSION,
+    UNASKED,
+    Claim,
+    alias,
+    attempts,
+    job,
+    skip_locked,
+)
+from dedupjobs.lifecycle.statements import insert
 from dedupjobs.models import (
     WAITING,
     AttemptOutcome,
@@ -20,14 +29,34 @@ from dedupjobs.models import (
     Status,
 )
 
+NEXT_ATTEMPT = F("attempts") + 1
+OF_A_CLAIM = (
+    "id",
+    "key_hash",
+    "key",
+    "scope",
+    "name",
+    "queue",
+    "version",
+    "attempts",
+    "failures",
+    "max_attempts",
+    "traceparent",
+    "args",
+    "run_after",
+    "enqueued_at",
+    "started_at",
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where an attempt runs, for people who look for it."""
+    """Where an attempt runs, for people who look for it. ``lock_wait``: seconds before it."""
 
     host: str = ""
     pid: int | None = None
     rq_id: str = ""
+    lock_wait: float | None = None
 
 
 def claim(
@@ -42,42 +71,40 @@ def claim(
     """
     probes.reach("claim.before")
     with transaction.atomic(using=alias()):
-        won = (
-            jobs()
-            .filter(
-                pk=pk,
-                status__in=WAITING,
-                generation=generation,
-                run_after__lte=DbNow(),
-                **UNASKED,
-            )
-            .update(
-                status=Status.RUNNING,
-                attempts=F("attempts") + 1,
-                version=F("version") + 1,
-                started_at=DbNow(),
-            )
+        row = job(
+            pk=pk,
+            status__in=WAITING,
+            generation=generation,
+            run_after__lte=DbNow(),
+            **UNASKED,
+        ).update_and_read(
+            OF_A_CLAIM,
+            status=Status.RUNNING,
+            attempts=NEXT_ATTEMPT,
+            version=NEXT_VERSION,
+            started_at=DbNow(),
         )
-        if not won:
+        if row is None:
             return None
         probes.reach("claim.row_won")
-        row = jobs().defer("result", "error", "rerun_args").get(pk=pk)
-        delay = _seconds_between(max(row.run_after, row.enqueued_at), row.started_at)
-        attempt = JobAttempt(
+        attempt = insert(
+            JobAttempt,
+            alias(),
+            returning=("id", "began_at"),
             job_id=pk,
             number=row.attempts,
             generation=generation,
             owner=owner,
             lease_until=DbNow(registry.options_of(row.name).lease),
             beat_at=DbNow(),
-            began_at=DbNow() if begins else None,
             claimed_at=DbNow(),
-            queue_delay=delay,
+            began_at=DbNow() if begins else None,
+            queue_delay=_seconds_between(max(row.run_after, row.enqueued_at), row.started_at),
+            lock_wait=place.lock_wait,
             host=place.host[:200],
             pid=place.pid,
             rq_id=place.rq_id[:200],
         )
-        attempt.save(using=alias(), force_insert=True)
         probes.reach("claim.uncommitted")
     probes.reach("claim.committed")
     return claim_of(attempt, row)
@@ -111,6 +138,10 @@ def claim_of(attempt: JobAttempt, row: ProcessedJob) -> Claim:
         max_attempts=row.max_attempts,
         began=attempt.began_at is not None,
         queue_delay=attempt.queue_delay,
+        lock_wait=attempt.lock_wait,
+        traceparent=row.traceparent,
+        host=attempt.host,
+        rq_id=attempt.rq_id,
     )
 
 

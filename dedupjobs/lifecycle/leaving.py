@@ -9,15 +9,25 @@ from django.db.models.functions import Coalesce
 
 from dedupjobs import registry
 from dedupjobs.clock import DbNow
-from dedupjobs.lifecycle.rows import FRESH, NO_RERUN, UNASKED, UNSENT, Claim, jobs
+from dedupjobs.lifecycle.rows import (
+    FRESH,
+    NEXT_GENERATION,
+    NEXT_VERSION,
+    NO_RERUN,
+    UNASKED,
+    UNSENT,
+    Claim,
+    job,
+    jobs,
+)
 from dedupjobs.models import Status
 from dedupjobs.registry import Options
 
 
 def leave(claim: Claim, to: Status, *, sets: dict[str, Any], **guards: Any) -> Status | None:
     """Move the job on from RUNNING if this attempt is still its newest."""
-    row = jobs().filter(pk=claim.job_pk, status=Status.RUNNING, attempts=claim.number, **guards)
-    return to if row.update(status=to, version=F("version") + 1, **sets) else None
+    row = job(pk=claim.job_pk, status=Status.RUNNING, attempts=claim.number, **guards)
+    return to if row.update(status=to, version=NEXT_VERSION, **sets) else None
 
 
 def take_up(claim: Claim) -> Status | None:
@@ -33,8 +43,8 @@ def rerun_sets(options: Options) -> dict[str, Any]:
     # In this order: MySQL assigns from left to right and would copy a NULL otherwise.
     return {
         "status": Status.PENDING,
-        "version": F("version") + 1,
-        "generation": F("generation") + 1,
+        "version": NEXT_VERSION,
+        "generation": NEXT_GENERATION,
         "args": F("rerun_args"),
         "fingerprint": F("rerun_fingerprint"),
         "name": Coalesce(F("rerun_name"), F("name")),

@@ -32,7 +32,10 @@ from dedupjobs.models import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """An attempt that was taken from its owner, and where its job went."""
+    """
+    An attempt that was taken from its owner, and where its job went. ``silent_for``: seconds
+    since its last beat, by the database's clock.
+    """
 
     job_pk: int
     key: str
@@ -41,6 +44,7 @@ class Lost:
     outcome: AttemptOutcome
     status: Status | None
     change: Change | None
+    silent_for: float
 
 
 def bury(fence: int, reason: str) -> Lost | None:
@@ -65,7 +69,8 @@ def reclaim(fence: int, *, beat_at: datetime, ahead_of: float | None, reason: st
 def _lose(fence: int, expired: Q, reason: str) -> Lost | None:
     probes.reach("reclaim.before")
     with transaction.atomic(using=alias()):
-        attempt = skip_locked(attempts().filter(expired, pk=fence, outcome=None)).first()
+        open_one = attempts().filter(expired, pk=fence, outcome=None)
+        attempt: Any = skip_locked(open_one.annotate(db_now=DbNow())).first()
         if attempt is None:
             return None
         job = skip_locked(jobs().filter(pk=attempt.job_id)).first()
@@ -89,6 +94,7 @@ def _lose(fence: int, expired: Q, reason: str) -> Lost | None:
         outcome=outcome,
         status=status,
         change=taken.change(status) if status else None,
+        silent_for=max((attempt.db_now - attempt.beat_at).total_seconds(), 0.0),
     )
 
 

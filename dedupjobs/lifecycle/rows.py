@@ -7,11 +7,12 @@ from datetime import datetime
 from typing import Any
 
 from django.db import OperationalError, connections, router
-from django.db.models import QuerySet
+from django.db.models import F, QuerySet
 
 from dedupjobs import clock
 from dedupjobs.clock import DbNow
 from dedupjobs.exceptions import TransactionLost
+from dedupjobs.lifecycle.statements import Rows
 from dedupjobs.models import (
     JobAttempt,
     ProcessedJob,
@@ -19,6 +20,8 @@ from dedupjobs.models import (
 
 LOCK_WAITS = {"55P03", "1205"}  # as PostgreSQL and MySQL number a wait that was cut off
 NO_SAVEPOINT = "1305"
+
+NEXT_VERSION, NEXT_GENERATION = F("version") + 1, F("generation") + 1  # made once: it costs
 
 UNASKED: dict[str, Any] = {"cancel_requested": False, "hold_requested": False}
 UNSENT: dict[str, Any] = {"dispatch_id": None, "dispatched_at": None}
@@ -84,6 +87,10 @@ class Claim:
     max_attempts: int | None
     began: bool
     queue_delay: float | None
+    lock_wait: float | None = None
+    traceparent: str = ""
+    host: str = ""
+    rq_id: str = ""
 
     def change(self, event: str) -> Change:
         """Return the change that this attempt's ending is."""
@@ -111,6 +118,16 @@ def jobs() -> QuerySet[ProcessedJob]:
 def attempts() -> QuerySet[JobAttempt]:
     """Return all attempts, from the database that decides."""
     return JobAttempt._base_manager.using(alias())
+
+
+def job(**where: Any) -> Rows:
+    """Return the job that fits, to be changed."""
+    return Rows(ProcessedJob, alias(), where)
+
+
+def attempt(**where: Any) -> Rows:
+    """Return the attempt that fits, to be changed."""
+    return Rows(JobAttempt, alias(), where)
 
 
 def names() -> list[str]:

@@ -18,12 +18,14 @@ from dedupjobs import probes
 from dedupjobs.clock import DbNow
 from dedupjobs.endings import Error
 from dedupjobs.lifecycle.leaving import cancelled, die, leave, obey, take_up
-from dedupjobs.lifecycle.rows import UNASKED, UNSENT, Claim, alias, attempts
+from dedupjobs.lifecycle.rows import UNASKED, UNSENT, Claim, alias, attempt, attempts
 from dedupjobs.models import (
     AttemptOutcome,
     Status,
 )
 from dedupjobs.registry import FOREVER
+
+NEXT_FAILURE = F("failures") + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ def complete(
 def fail(claim: Claim, *, after: float, note: Note, timed_out: bool = False) -> Status | None:
     """RUNNING → RETRYING in ``after`` seconds; a waiting request is obeyed instead."""
     outcome = AttemptOutcome.TIMED_OUT if timed_out else AttemptOutcome.FAILED
-    counted = {"failures": F("failures") + 1, "error": _headline(note)}
+    counted = {"failures": NEXT_FAILURE, "error": _headline(note)}
 
     def move() -> Status | None:
         sets = {"run_after": DbNow(after), **UNSENT, **counted}
@@ -76,7 +78,7 @@ def fail(claim: Claim, *, after: float, note: Note, timed_out: bool = False) -> 
 def give_up(claim: Claim, *, on_dead: str, note: Note, timed_out: bool = False) -> Status | None:
     """RUNNING → DEAD: the budget is used or the error is final. A waiting rerun is taken up."""
     outcome = AttemptOutcome.TIMED_OUT if timed_out else AttemptOutcome.FAILED
-    sets = {"failures": F("failures") + 1, "error": _headline(note), **UNASKED}
+    sets = {"failures": NEXT_FAILURE, "error": _headline(note), **UNASKED}
     return _settle(claim, outcome, note, lambda: die(claim, on_dead, sets))
 
 
@@ -140,8 +142,8 @@ def outcome_of(fence: int) -> str | None:
     The lock waits for a transaction of ours that the server has not given up yet.
     """
     with transaction.atomic(using=alias()):
-        attempt = attempts().select_for_update().filter(pk=fence).first()
-        return attempt.outcome if attempt else None
+        found = attempts().select_for_update().filter(pk=fence).first()
+        return found.outcome if found else None
 
 
 def note_late(fence: int, ending: AttemptOutcome) -> None:
@@ -164,7 +166,7 @@ def _settle(
     probes.reach("settle.before")
     try:
         with transaction.atomic(using=alias()):
-            mine = attempts().filter(pk=claim.fence, outcome=None, **guards)
+            mine = attempt(pk=claim.fence, outcome=None, **guards)
             if not mine.update(outcome=outcome, ended_at=DbNow(), **_written(note)):
                 raise _NotMineError
             probes.reach("settle.between")

@@ -18,7 +18,7 @@ register = template.Library()
 @register.filter
 def visible(text: object) -> str:
     """Return a text whose every character can be seen, at a bounded length."""
-    from dedupjobs.admin.text import shown  # noqa: PLC0415
+    from dedupjobs.visible import shown  # noqa: PLC0415
 
     return shown(text)
 
@@ -26,7 +26,7 @@ def visible(text: object) -> str:
 @register.filter
 def span(seconds: float) -> str:
     """Return a duration in words."""
-    from dedupjobs.admin import spoken  # noqa: PLC0415
+    from dedupjobs.story import spoken  # noqa: PLC0415
 
     return spoken.span(seconds)
 
@@ -34,7 +34,7 @@ def span(seconds: float) -> str:
 @register.filter
 def beat(seconds: float) -> str:
     """Return the age of a heartbeat in words."""
-    from dedupjobs.admin import spoken  # noqa: PLC0415
+    from dedupjobs.story import spoken  # noqa: PLC0415
 
     return spoken.beat(seconds)
 
@@ -42,7 +42,7 @@ def beat(seconds: float) -> str:
 @register.filter
 def size(number: int) -> str:
     """Return a number of bytes in words."""
-    from dedupjobs.admin import spoken  # noqa: PLC0415
+    from dedupjobs.story import spoken  # noqa: PLC0415
 
     return spoken.size(number)
 
@@ -58,7 +58,8 @@ def badge(status: str) -> SafeString:
 @register.filter
 def at(moment: datetime | None, now: datetime) -> SafeString | str:
     """Return a moment in the reader's time zone, with the exact instant as its title."""
-    from dedupjobs.admin import listing, spoken  # noqa: PLC0415
+    from dedupjobs.admin import listing  # noqa: PLC0415
+    from dedupjobs.story import spoken  # noqa: PLC0415
 
     return "–" if moment is None else listing.when(moment, spoken.moment(moment, now))
 

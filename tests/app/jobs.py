@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -189,6 +190,11 @@ class _MuteError(Exception):
 @job(key="async:{tag}", unique_for=FOREVER)
 async def record_async(*, tag: str) -> str:
     return f"async {tag}"
+
+
+@job(key="async fails:{tag}", unique_for=FOREVER, max_attempts=2, backoff=0.1)
+async def fail_async(*, tag: str) -> None:
+    raise ValueError(f"no luck with {tag}")
 
 
 # ---- jobs that take time; ``release`` is a file whose appearance lets them go on
@@ -468,3 +474,9 @@ def break_query(*, tag: str) -> None:
     note(tag)
     with connection.cursor() as cursor:
         cursor.execute("SELECT nonsense FROM nowhere")
+
+
+@job(key="log:{tag}", unique_for=FOREVER)
+def log_a_line(*, tag: str) -> None:
+    """Write a log line of the job's own."""
+    logging.getLogger("shop").warning("charging")

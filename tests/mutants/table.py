@@ -182,22 +182,22 @@ ALL = [
         (
             (
                 CLAIMS,
-                "                status__in=WAITING,\n",
-                '                status__in=(*WAITING, "RUNNING"),\n',
+                "            status__in=WAITING,\n",
+                '            status__in=(*WAITING, "RUNNING"),\n',
             ),
         ),
     ),
     Mutant(
         "claimed before run_after",
-        ((CLAIMS, "                run_after__lte=DbNow(),\n", ""),),
+        ((CLAIMS, "            run_after__lte=DbNow(),\n", ""),),
     ),
     Mutant(
         "claimed by a message of an older generation",
         (
             (
                 CLAIMS,
-                "                generation=generation,\n                run",
-                "                run",
+                "            generation=generation,\n            run",
+                "            run",
             ),
         ),
     ),
@@ -249,7 +249,7 @@ ALL = [
     ),
     Mutant(
         "claimed although a request waits",
-        ((CLAIMS, "                **UNASKED,\n", ""),),
+        ((CLAIMS, "            **UNASKED,\n", ""),),
         test="test_lifecycle.py::test_claim_while_a_request_waits_takes_nothing",
     ),
     Mutant(
@@ -273,8 +273,8 @@ ALL = [
         (
             (
                 SETTLING,
-                "filter(pk=claim.fence, outcome=None, **guards)",
-                "filter(pk=claim.fence, **guards)",
+                "attempt(pk=claim.fence, outcome=None, **guards)",
+                "attempt(pk=claim.fence, **guards)",
             ),
             (LEAVING, "status=Status.RUNNING, attempts=claim.number, **guards)", "**guards)"),
         ),
@@ -284,8 +284,8 @@ ALL = [
         (
             (
                 SETTLING,
-                "filter(pk=claim.fence, outcome=None, **guards)",
-                "filter(pk=claim.fence, **guards)",
+                "attempt(pk=claim.fence, outcome=None, **guards)",
+                "attempt(pk=claim.fence, **guards)",
             ),
         ),
         test="test_lifecycle.py::test_ending_of_an_attempt_that_has_ended_writes_nothing",
@@ -334,7 +334,7 @@ ALL = [
     ),
     Mutant(
         "a taken up rerun runs in the old generation",
-        ((LEAVING, '        "generation": F("generation") + 1,\n', ""),),
+        ((LEAVING, '        "generation": NEXT_GENERATION,\n', ""),),
     ),
     Mutant(
         "a taken up rerun has the used budgets",
@@ -348,7 +348,7 @@ ALL = [
     ),
     Mutant(
         "a failure is not counted",
-        ((SETTLING, 'counted = {"failures": F("failures") + 1, "error"', 'counted = {"error"'),),
+        ((SETTLING, 'counted = {"failures": NEXT_FAILURE, "error"', 'counted = {"error"'),),
     ),
     Mutant(
         "a failure ignores a waiting request",
@@ -452,8 +452,8 @@ ALL = [
         (
             (
                 LOSSES,
-                "attempts().filter(expired, pk=fence, outcome=None)).first()",
-                "attempts().filter(expired, pk=fence)).first()",
+                "open_one = attempts().filter(expired, pk=fence, outcome=None)",
+                "open_one = attempts().filter(expired, pk=fence)",
             ),
             (
                 LOSSES,
@@ -557,8 +557,8 @@ ALL = [
         (
             (
                 "locks.py",
-                "            _mine(pk, owner, 1).release()\n",
-                "            _client().delete(_lock(pk, 1).name)\n",
+                "return _own(pk, Lock.LUA_RELEASE_SCRIPT, words, waited=waited, cargo=cargo)",
+                "return Grip.HELD if _client().delete(name_of(pk)) else Grip.BUSY",
             ),
         ),
     ),

@@ -81,6 +81,7 @@ class Host(runner.Host):
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.pays_when_idle = False
 
     @property  # type: ignore[override]
     def owner(self) -> str:

@@ -38,10 +38,11 @@ def _make_tables() -> None:
 
 def _warm_up() -> None:
     """Let the clients load their scripts and ask for the server's version."""
-    from dedupjobs import dispatch, locks, stats
+    from dedupjobs import counters, dispatch, locks, stats
 
     dispatch._producer("default").queue.get_redis_server_version()
     locks.acquire(1, "nobody", ttl=1)
     locks.extend(1, "nobody", ttl=1)
     locks.release(1, "nobody")
     stats._client().redis.exists("nothing")
+    counters.pay("warm-up")

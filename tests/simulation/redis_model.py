@@ -313,9 +313,16 @@ class Store:
         if digest.decode() not in self.loaded:
             raise NoScriptError("NOSCRIPT No matching script. Please use EVAL.")
         count = int(number)
-        from dedupjobs import stats  # when called: it needs the settings
+        from dedupjobs import counters, locks, stats  # when called: they need the settings
 
-        ours = {hashlib.sha1(stats._DELETE_IF.encode()).hexdigest(): "_lock_release"}
+        ours = {
+            hashlib.sha1(text.encode()).hexdigest(): name
+            for text, name in (
+                (stats._DELETE_IF, "_lock_release"),
+                (locks.TAKE, "_lock_take"),
+                (counters.ADD, "_count"),
+            )
+        }
         script = getattr(self, {**SCRIPTS, **ours}[digest.decode()])
         return script(db, rest[:count], rest[count:])
 
@@ -323,6 +330,24 @@ class Store:
         digest = hashlib.sha1(text).hexdigest()
         self.loaded.add(digest)
         return self._evalsha(db, digest.encode(), number, *rest)
+
+    def _lock_take(self, db: int, keys: tuple[bytes, ...], args: tuple[bytes, ...]) -> list[int]:
+        lock, mark = keys
+        token, life, longest = args
+        got = self._set(db, lock, token, b"NX", b"PX", life) or self._get(db, lock) == token
+        if not got:
+            self._set(db, mark, b"", b"NX", b"PX", longest)
+        return [int(bool(got)), self._pttl(db, mark)]
+
+    def _count(self, db: int, keys: tuple[bytes, ...], args: tuple[bytes, ...]) -> int:
+        life, since, *pairs = args
+        if type(self._live(db, keys[0])) not in (dict, type(None)):
+            self._drop(db, keys[0], "count")
+        for field, number in zip(pairs[::2], pairs[1::2], strict=True):
+            self._hincrby(db, keys[0], field, number)
+        if self._hget(db, keys[0], b"since") is None:
+            self._hset(db, keys[0], b"since", since)
+        return self._expire(db, keys[0], life)
 
     def _lock_release(self, db: int, keys: tuple[bytes, ...], args: tuple[bytes, ...]) -> int:
         if self._get(db, keys[0]) != args[0]:

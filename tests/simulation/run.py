@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from django.db import connections
 
-from dedupjobs import conf, runner, wire
+from dedupjobs import conf, runner, stats, wire
 from tests.simulation import actors, stage
 from tests.simulation.baton import START, Process
 from tests.simulation.database.base import DatabaseWrapper
@@ -80,6 +80,7 @@ def run(plan: Plan) -> Result:
     host, runner.host = runner.host, actors.Host(world)
     stage.enter(world)
     wire.budget.reset()
+    stats._forget_owed()
     try:
         world.run()
     finally:

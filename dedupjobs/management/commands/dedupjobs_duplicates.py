@@ -3,9 +3,10 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import BaseCommand
 
 from dedupjobs import lifecycle
+from dedupjobs.management import asked
 from dedupjobs.models import DuplicateCount, DuplicateSample
 
 
@@ -17,8 +18,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         top = options["top"]
-        if top < 1:
-            raise CommandError(f"--top {top}: give a whole number of at least 1")
+        asked.at_least_one("--top", top)
         using = lifecycle.alias()
         self.stdout.write("By job and cause:")
         for count in DuplicateCount.objects.using(using).order_by("-count", "name"):

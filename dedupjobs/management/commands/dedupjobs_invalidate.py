@@ -8,10 +8,11 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 from django.db.models import QuerySet
 
-from dedupjobs import cache, conf, invalidation, lifecycle, registry
+from dedupjobs import cache, conf, invalidation, lifecycle
 from dedupjobs.clock import DbNow
 from dedupjobs.invalidation import Reached
 from dedupjobs.lifecycle import Change
+from dedupjobs.management import asked
 from dedupjobs.models import ProcessedJob, Status
 
 
@@ -61,21 +62,16 @@ class Command(BaseCommand):
         filters = {name: options[name] for name in ("key", "name", "scope", "status")}
         given = {name: value for name, value in filters.items() if value is not None}
         if options["older_than"] is not None:
-            if options["older_than"] < 0:
-                raise CommandError(f"--older-than {options['older_than']}: give 0 or more seconds")
+            asked.seconds("--older-than", options["older_than"])
             given["finished_at__lt"] = DbNow(-options["older_than"])
         if bool(given) == options["all"]:
-            raise CommandError(
+            raise asked.refused(
                 "Say which jobs: --key, --name, --scope, --status, --older-than; or --all."
             )
-        if "status" in given and given["status"] not in Status.values:
-            raise CommandError(f"--status {given['status']}: give one of {', '.join(Status)}")
-        if "name" in given and registry.find(given["name"]) is None:
-            known = sorted({*registry.names(), *lifecycle.names()})
-            if given["name"] not in known:
-                raise CommandError(
-                    f"--name {given['name']}: known are {', '.join(known) or 'none'}"
-                )
+        if "status" in given:
+            asked.one_of("--status", given["status"], Status.values)
+        if "name" in given:
+            asked.job_name(given["name"], "--name")
         chosen = lifecycle.jobs().filter(**given)
         if "key" in given and not chosen.exists():
             raise CommandError(f"--key {given['key']}: no job has this key")

@@ -13,6 +13,7 @@ from django.utils.module_loading import import_string
 
 from dedupjobs import cache, clock, invalidation
 from dedupjobs.invalidation import Message
+from dedupjobs.management import asked
 
 
 class Command(BaseCommand):
@@ -35,6 +36,7 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         if not cache.is_on():
             raise CommandError('There is no status cache: DEDUPJOBS["STATUS_CACHE"] is None.')
+        asked.at_least_one("--limit", options["limit"])
         self._as_json = options["json"]
         handlers = [_imported(path) for path in options["exec"]]
         stopped = threading.Event()
@@ -79,7 +81,7 @@ def _imported(path: str) -> Callable[[Message], Any]:
     try:
         handler = import_string(path)
     except ImportError as error:
-        raise CommandError(f"--exec {path}: {error}") from error
+        raise asked.refused(f"--exec {path}: {error}.") from error
     if not callable(handler):
-        raise CommandError(f"--exec {path}: a {type(handler).__name__} can not be called")
+        raise asked.refused(f"--exec {path}: a {type(handler).__name__} can not be called.")
     return handler  # type: ignore[no-any-return]

@@ -7,6 +7,7 @@ from django.core.management.base import BaseCommand, CommandError
 
 from dedupjobs import lifecycle, operations
 from dedupjobs.exceptions import StaleVersion
+from dedupjobs.management import asked
 
 ACTIONS = {
     "cancel": operations.cancel,
@@ -27,7 +28,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         if not options["by"].strip():
-            raise CommandError("--by '' names nobody; say who does it")
+            raise asked.refused("--by '' names nobody; say who does it.")
         failed = 0
         for pk in options["pk"]:
             row = lifecycle.jobs().filter(pk=pk).first()

@@ -3,10 +3,11 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import BaseCommand
 
 from dedupjobs import conf, coordinator, lifecycle, registry
 from dedupjobs.lifecycle import Pruned
+from dedupjobs.management import asked
 
 
 class Command(BaseCommand):
@@ -25,8 +26,9 @@ class Command(BaseCommand):
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        if options["limit"] is not None and options["limit"] < 1:
-            raise CommandError(f"--limit {options['limit']}: give a whole number of at least 1")
+        asked.at_least_one("--limit", options["limit"])
+        if options["name"]:
+            asked.job_name(options["name"], "--name")
         names = [options["name"]] if options["name"] else lifecycle.names()
         for name in names:
             older_than = 0.0 if options["purge"] else registry.options_of(name).retain_for

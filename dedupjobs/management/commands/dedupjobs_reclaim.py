@@ -3,10 +3,11 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import BaseCommand
 
 from dedupjobs import clock, conf
 from dedupjobs.coordinator import Coordinator, Suspect
+from dedupjobs.management import asked
 
 
 class Command(BaseCommand):
@@ -30,8 +31,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         limit = options["limit"]
-        if limit is not None and limit < 1:
-            raise CommandError(f"--limit {limit}: give a whole number of at least 1")
+        asked.at_least_one("--limit", limit)
         coordinator = Coordinator()
         try:
             while True:

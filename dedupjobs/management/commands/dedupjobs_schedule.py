@@ -3,10 +3,11 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import BaseCommand
 from django.utils import timezone
 
 from dedupjobs import lifecycle, registry, schedule
+from dedupjobs.management import asked
 
 
 class Command(BaseCommand):
@@ -17,8 +18,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         count = options["count"]
-        if count < 1:
-            raise CommandError(f"--count {count}: give a whole number of at least 1")
+        asked.at_least_one("--count", count)
         zone = timezone.get_default_timezone()
         now = lifecycle.database_now()
         jobs = [job for job in registry.every() if job.options.scheduled]

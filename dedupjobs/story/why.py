@@ -12,8 +12,8 @@ from datetime import datetime
 
 from django.utils.translation import gettext as _
 
-from dedupjobs.admin.spoken import moment, span
 from dedupjobs.models import AttemptOutcome, Status
+from dedupjobs.story.spoken import moment, span
 
 SHOWN = 300  # characters of an error that stand in a sentence
 

@@ -1,0 +1,372 @@
+"""
+What is wrong with an installation, from the inside: settings, tables, clocks, servers, processes.
+
+Each finding says what it is and how it is mended. What can not be asked is a finding, too.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from typing import Any
+
+from django.apps import apps
+from django.conf import settings
+from django.core.checks import ERROR, run_checks
+from django.core.exceptions import ImproperlyConfigured
+from django.db import DatabaseError, InterfaceError, connections
+from django.db.migrations.executor import MigrationExecutor
+
+from dedupjobs import clock, conf, coordinator, counters, dispatch, lifecycle, registry
+from dedupjobs.clock import DbNow
+from dedupjobs.exceptions import UnknownQueue
+from dedupjobs.models import WAITING
+from dedupjobs.wire import UNREACHABLE
+
+OK, WARNING, FAILURE = "ok", "warning", "error"
+
+ODD_CLOCK = 2.0  # seconds between two clocks that deserve a word
+LATE = 30.0  # seconds without a sign of life
+FULL = 0.9  # of a limit
+EVICTING = ("allkeys", "volatile")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """``level``: "ok", "warning" or "error". ``cure``: what to do; empty where all is well."""
+
+    about: str
+    level: str
+    words: str
+    cure: str = ""
+
+
+Findings = Iterator[Finding]
+
+
+def examine() -> list[Finding]:
+    """Look at everything; never raises for a server that is away."""
+    if wrong := list(conf.problems()):  # nothing else can be asked with such settings
+        return [Finding(about="settings", level=FAILURE, words=w, cure=_SETTINGS) for w in wrong]
+    found: list[Finding] = []
+    for about, look in _LOOKS:
+        mine = list(_asked(about, look))
+        found += mine or [Finding(about=about, level=OK, words="no trouble found")]
+    return found
+
+
+_SETTINGS = "Correct DEDUPJOBS, CACHES or RQ_QUEUES in the settings."
+
+
+def _asked(about: str, look: Callable[[], Findings]) -> Findings:
+    try:
+        yield from look()
+    except (DatabaseError, InterfaceError) as error:
+        words = f"the database does not answer: {type(error).__name__}: {error}"
+        cure = "Start it, or correct DATABASES."
+        yield Finding(about=about, level=FAILURE, words=words, cure=cure)
+    except (*UNREACHABLE, UnknownQueue) as error:
+        words = f"Redis does not answer: {type(error).__name__}: {error}"
+        cure = "Start it, or correct CACHES and RQ_QUEUES."
+        yield Finding(about=about, level=FAILURE, words=words, cure=cure)
+    except ImproperlyConfigured as error:
+        words = f"the settings do not allow to ask: {error}"
+        yield Finding(about=about, level=FAILURE, words=words, cure=_SETTINGS)
+
+
+# ---- what Django's checks know
+
+
+def _checks() -> Findings:
+    told = run_checks(include_deployment_checks=True, databases=[lifecycle.alias()])
+    for message in told:
+        if str(message.id).startswith("dedupjobs.") and not message.is_silenced():
+            level = FAILURE if message.level >= ERROR else WARNING
+            words = f"{message.id}: {message.msg}"
+            yield Finding(about="checks", level=level, words=words, cure=str(message.hint or ""))
+
+
+def _registry() -> Findings:
+    names = registry.names()
+    if names:
+        yield Finding(about="registry", level=OK, words=f"{len(names)} job(s) are known")
+        return
+    modules = ", ".join(f"{name}.py" for name in conf.get().AUTODISCOVER)
+    yield Finding(
+        about="registry",
+        level=WARNING,
+        words="no job is known",
+        cure=f"Decorate functions with @job in {modules} of an app in INSTALLED_APPS.",
+    )
+
+
+def _serializers() -> Findings:
+    for name, queue in getattr(settings, "RQ_QUEUES", {}).items():
+        if "SERIALIZER" in queue:
+            yield Finding(
+                about="serializers",
+                level=WARNING,
+                words=f"queue {name!r} names a SERIALIZER, which RQ's workers do not read",
+                cure="Take it away: a DedupWorker reads JSON, a stock worker RQ's default.",
+            )
+    reads = "JSON" if dispatch.reads_json() else "pickle"
+    yield Finding(about="serializers", level=OK, words=f"messages are {reads}")
+
+
+def _versions() -> Findings:
+    try:
+        wanted = metadata.requires("dedupjobs") or []
+    except metadata.PackageNotFoundError:
+        words = "dedupjobs is not installed as a package"
+        yield Finding(about="versions", level=OK, words=words)
+        return
+    there = [f"Python {platform.python_version()}"]
+    for text in wanted:
+        if ";" in text:  # of an extra
+            continue
+        name, bounds = re.match(r"([\w.-]+)\s*(.*)", text).groups()  # type: ignore[union-attr]
+        version = metadata.version(name)
+        there.append(f"{name} {version}")
+        if not fits(version, bounds):
+            yield Finding(
+                about="versions",
+                level=WARNING,
+                words=f"{name} {version} is not one of {bounds}, which are tested",
+                cure=f"pip install '{name}{bounds}'",
+            )
+    yield Finding(about="versions", level=OK, words=", ".join(there))
+
+
+def fits(version: str, bounds: str) -> bool:
+    """Return whether a version lies within bounds such as ``">=5.2,<6.2"``."""
+    mine = _numbers(version)
+    lowest = [_numbers(b[2:]) for b in bounds.split(",") if b.startswith(">=")]
+    beyond = [_numbers(b[1:]) for b in bounds.split(",") if re.match("<[0-9]", b)]
+    return all(mine >= low for low in lowest) and all(mine < high for high in beyond)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall("[0-9]+", version)[:3])
+
+
+# ---- the database
+
+
+def _migrations() -> Findings:
+    connection = connections[lifecycle.alias()]
+    executor = MigrationExecutor(connection)
+    targets = [key for key in executor.loader.graph.leaf_nodes() if key[0] == "dedupjobs"]
+    plan = executor.migration_plan(targets)
+    if plan:
+        names = ", ".join(migration.name for migration, _ in plan)
+        yield Finding(
+            about="migrations",
+            level=FAILURE,
+            words=f"pending: {names}",
+            cure=f"manage.py migrate dedupjobs --database {connection.alias}",
+        )
+    else:
+        yield Finding(about="migrations", level=OK, words="all are applied")
+
+
+def _indexes() -> Findings:
+    connection = connections[lifecycle.alias()]
+    with connection.cursor() as cursor:
+        there = set(connection.introspection.table_names(cursor))
+        for model in apps.get_app_config("dedupjobs").get_models():
+            table = model._meta.db_table
+            if table not in there:
+                continue  # its migration is pending
+            found = connection.introspection.get_constraints(cursor, table)
+            names = [thing.name for thing in (*model._meta.indexes, *model._meta.constraints)]
+            for name in names:
+                if name not in found:
+                    yield Finding(
+                        about="indexes",
+                        level=FAILURE,
+                        words=f"table {table} lacks {name}",
+                        cure="Run its statement of `manage.py sqlmigrate dedupjobs 0001`.",
+                    )
+
+
+def _clocks() -> Findings:
+    ours, theirs = clock.utcnow(), lifecycle.database_now()
+    yield _compared("the database's", (theirs - ours).total_seconds())
+    for name, now in _redis_clocks():
+        yield _compared(name, now - clock.utcnow().timestamp())
+
+
+def _redis_clocks() -> Iterator[tuple[str, float]]:
+    yield "the locks' Redis's", counters.server_time()
+    for queue in dispatch.one_queue_per_server():
+        yield f"the Redis of queue {queue}'s", dispatch.server_time(queue)
+
+
+def _compared(whose: str, ahead: float) -> Finding:
+    if abs(ahead) < ODD_CLOCK:
+        words = f"{whose} clock agrees with this machine's within {ODD_CLOCK:g} s"
+        return Finding(about="clocks", level=OK, words=words)
+    way = "ahead of" if ahead > 0 else "behind"
+    return Finding(
+        about="clocks",
+        level=WARNING,
+        words=f"{whose} clock is {abs(ahead):.1f} s {way} this machine's",
+        cure="Let NTP set both. Leases go by the database's clock alone, so no job runs twice; but "
+        "times in logs differ, and a Redis lock may show longer or shorter than it should.",
+    )
+
+
+def _pools() -> Findings:
+    connection = connections[lifecycle.alias()]
+    if connection.settings_dict.get("OPTIONS", {}).get("pool"):
+        yield Finding(
+            about="pools",
+            level=WARNING,
+            words=f"DATABASES[{connection.alias!r}] has a connection pool, and RQ's workers fork",
+            cure="Give workers settings without it; each horse has one connection of its own.",
+        )
+    used, limit = _connections(connection)
+    if limit and used >= FULL * limit:
+        yield Finding(
+            about="pools",
+            level=WARNING,
+            words=f"{used} of the database's {limit} connections are in use",
+            cure="Raise its limit, or lower CONN_MAX_AGE or the number of processes.",
+        )
+
+
+def _connections(connection: Any) -> tuple[int, int]:
+    """Return how many connections the server has, and may have; (0, 0) where it does not tell."""
+    sql = {
+        "postgresql": "SELECT count(*), current_setting('max_connections')::int "
+        "FROM pg_stat_activity WHERE backend_type = 'client backend'",
+        "mysql": "SELECT count(*), @@max_connections FROM information_schema.processlist",
+    }.get(connection.vendor)
+    if sql is None:
+        return 0, 0
+    with connection.cursor() as cursor:
+        cursor.execute(sql)
+        used, limit = cursor.fetchone()
+    return int(used), int(limit)
+
+
+# ---- Redis
+
+
+def _redis() -> Findings:
+    for name, server in _servers():
+        try:
+            facts = server()
+        except (*UNREACHABLE, UnknownQueue) as error:
+            words = f"{name} does not answer: {type(error).__name__}: {error}"
+            cure = "Start it, or correct CACHES and RQ_QUEUES. Rows wait until it answers."
+            yield Finding(about="redis", level=FAILURE, words=words, cure=cure)
+        else:
+            yield from _of_server(name, facts)
+
+
+def _servers() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    yield "the Redis of locks and counters", counters.server_facts
+    for queue in dispatch.one_queue_per_server():
+        yield f"the Redis of queue {queue}", partial(dispatch.server_facts, queue)
+
+
+def _of_server(name: str, facts: dict[str, Any]) -> Findings:
+    kind = "Valkey" if "valkey_version" in facts else "Redis"
+    version = facts.get("valkey_version", facts.get("redis_version", "of unknown version"))
+    yield Finding(about="redis", level=OK, words=f"{name}: {kind} {version}")
+    policy = str(facts.get("maxmemory_policy", "noeviction"))
+    if policy.startswith(EVICTING) and name.startswith("the Redis of queue"):
+        yield Finding(
+            about="eviction",
+            level=WARNING,
+            words=f"{name} has maxmemory-policy {policy}: it may throw messages away",
+            cure="CONFIG SET maxmemory-policy noeviction. Lost messages are sent again, but late.",
+        )
+    used, limit = int(facts.get("used_memory", 0)), int(facts.get("maxmemory", 0))
+    if limit and used >= FULL * limit:
+        yield Finding(
+            about="memory",
+            level=WARNING,
+            words=f"{name} uses {used:,} of {limit:,} bytes",
+            cure="Raise maxmemory, or find what fills it.",
+        )
+    yield from _persistence(name, facts)
+
+
+def _persistence(name: str, facts: dict[str, Any]) -> Findings:
+    troubles = [
+        key
+        for key in ("rdb_last_bgsave_status", "aof_last_write_status", "aof_last_bgrewrite_status")
+        if facts.get(key, "ok") != "ok"
+    ]
+    if troubles:
+        yield Finding(
+            about="persistence",
+            level=FAILURE,
+            words=f"{name} can not save ({', '.join(troubles)}) and may refuse to write",
+            cure="Make room on its disk and look at its log.",
+        )
+    if not facts.get("aof_enabled"):
+        yield Finding(
+            about="persistence",
+            level=OK,
+            words=f"{name} keeps no append-only file: what a restart loses is sent again, and "
+            "counters begin at 0",
+        )
+
+
+# ---- processes
+
+
+def _coordinator() -> Findings:
+    age = counters.read(coordinator.ROLE).signs.get(coordinator.ROLE)
+    if age is not None and age <= LATE:
+        words = f"its last round was {age:.0f} s ago"
+        yield Finding(about="coordinator", level=OK, words=words)
+        return
+    late = "has left no sign" if age is None else f"was last seen {age:.0f} s ago"
+    yield Finding(
+        about="coordinator",
+        level=FAILURE,
+        words=f"a coordinator {late}: no retry is sent and no dead worker's job is recovered",
+        cure="Start a worker with RQ['WORKER_CLASS'] = 'dedupjobs.worker.DedupWorker', or "
+        "`manage.py dedupjobs_coordinator`.",
+    )
+
+
+def _workers() -> Findings:
+    for queue in dispatch.queue_names():
+        workers = dispatch.workers(queue)
+        words = f"{workers.count} listen to queue {queue}"
+        due = lifecycle.jobs().filter(
+            queue=queue, status__in=WAITING, run_after__lte=DbNow(steady=True)
+        )
+        if workers.count or not due.exists():
+            yield Finding(about="workers", level=OK, words=words)
+            continue
+        yield Finding(
+            about="workers",
+            level=FAILURE,
+            words=f"nobody listens to queue {queue}, and jobs are due there",
+            cure=f"manage.py rqworker {queue}",
+        )
+
+
+_LOOKS: tuple[tuple[str, Callable[[], Findings]], ...] = (
+    ("checks", _checks),
+    ("versions", _versions),
+    ("registry", _registry),
+    ("serializers", _serializers),
+    ("migrations", _migrations),
+    ("indexes", _indexes),
+    ("pools", _pools),
+    ("redis", _redis),
+    ("clocks", _clocks),
+    ("coordinator", _coordinator),
+    ("workers", _workers),
+)

@@ -1,0 +1,321 @@
+"""
+Statements that Django compiles once per shape, since its compiler costs more than the database.
+
+The SQL is Django's own. What differs from one execution to the next goes into *slots*: the
+values of columns, and how far a moment lies ahead. What a statement is made of otherwise (which
+columns, which expressions, which vendor) is its shape, and shapes are few.
+
+    Rows(ProcessedJob, "default", {"pk": 7}).update(status="DEAD", finished_at=DbNow())
+
+does what ``ProcessedJob.objects.filter(pk=7).update(...)`` does, and means the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from django.db import connections, models, transaction
+from django.db.models.constants import OnConflict
+from django.db.models.expressions import BaseExpression, Expression
+from django.db.models.sql import InsertQuery, UpdateQuery
+
+from dedupjobs.clock import DbNow
+
+Values = Mapping[str, Any]
+Slots = dict[str, Any]  # by name, what stands in an execution's slots
+
+WHERE, TO = "where.", "to."  # a column may stand in both parts of an UPDATE
+NOW = DbNow()
+FIXED = (BaseExpression, models.F, bool, tuple)  # what belongs to a statement's shape
+
+
+class Slot(Expression):
+    """A place for a value that comes with each execution."""
+
+    def __init__(self, name: str, column: Any) -> None:
+        super().__init__(output_field=column)
+        self.name = name
+
+    def as_sql(self, compiler: Any, connection: Any, **_: Any) -> tuple[str, tuple[Any, ...]]:
+        return "%s", (self,)
+
+    def bind(self, value: Any, connection: Any) -> Any:
+        """Return ``value`` as the driver takes it."""
+        return self.output_field.get_db_prep_value(value, connection, prepared=False)
+
+
+class MomentSlot(Slot):
+    """The same for ``DbNow(after)``: its value is that expression, whose seconds it takes."""
+
+    def as_sql(self, compiler: Any, connection: Any, **_: Any) -> tuple[str, tuple[Any, ...]]:
+        return DbNow.shifted(connection.vendor), (self,)
+
+    def bind(self, value: DbNow, connection: Any) -> Any:
+        return value.shift(connection.vendor)
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """SQL, its parameters (slots among them), and how to read a row of its answer."""
+
+    sql: str
+    params: tuple[Any, ...]
+    columns: tuple[str, ...] = ()
+    converters: tuple[tuple[int, tuple[Any, ...], Any], ...] = ()
+
+    def execute(self, alias: str, slots: Slots) -> Any:
+        """Return the cursor after the execution."""
+        connection = connections[alias]
+        params = [
+            p.bind(slots[p.name], connection) if isinstance(p, Slot) else p for p in self.params
+        ]
+        cursor = connection.cursor()
+        cursor.execute(self.sql, params)
+        return cursor
+
+    def row(self, alias: str, slots: Slots) -> dict[str, Any] | None:
+        """Return the first row of the answer by its columns' names, or None."""
+        with self.execute(alias, slots) as cursor:
+            rows = cursor.fetchall()
+        if not rows:
+            return None
+        values, connection = list(rows[0]), connections[alias]
+        for place, convert, expression in self.converters:
+            for one_of in convert:
+                values[place] = one_of(values[place], expression, connection)
+        return dict(zip(self.columns, values, strict=True))
+
+
+_compiled: dict[Any, Statement] = {}
+
+
+def compiled(shape: tuple[Any, ...], alias: str, build: Callable[[Any], Statement]) -> Statement:
+    """Return the statement of a shape on this alias, which ``build`` makes from a connection."""
+    connection = connections[alias]
+    key = (connection.vendor, alias, *shape)
+    found = _compiled.get(key)
+    if found is None:
+        found = _compiled[key] = build(connection)
+    return found
+
+
+# ---- changing a row
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a table that fit ``where``, whose keys are lookups as in ``filter``."""
+
+    model: type[models.Model]
+    alias: str
+    where: Values
+
+    def update(self, **to: Any) -> int:
+        """Return how many rows were changed."""
+        statement, slots = self._statement(to, ())
+        with (
+            transaction.mark_for_rollback_on_error(using=self.alias),
+            statement.execute(self.alias, slots) as cursor,
+        ):
+            return int(cursor.rowcount)
+
+    def update_and_read(self, columns: tuple[str, ...], **to: Any) -> Any:
+        """Return the row after its change, with these columns, or None if there was none."""
+        if can_return_updated(self.alias):
+            statement, slots = self._statement(to, columns)
+            with transaction.mark_for_rollback_on_error(using=self.alias):
+                values = statement.row(self.alias, slots)
+            return None if values is None else instance(self.model, self.alias, values)
+        if not self.update(**to):
+            return None
+        found = self.model._base_manager.using(self.alias)
+        return found.only(*columns).get(pk=self.where["pk"])
+
+    def _statement(self, to: Values, columns: tuple[str, ...]) -> tuple[Statement, Slots]:
+        slots: Slots = {}
+        where = tuple(_shape_of(WHERE, self.where, slots))
+        changes = tuple(_shape_of(TO, to, slots))
+        shape = (self.model, "update", where, changes, columns)
+
+        def build(connection: Any) -> Statement:
+            found = self.model._base_manager.using(self.alias)
+            plain = found.filter(**_with_slots(self.model, WHERE, where)).query
+            query: Any = plain.chain(UpdateQuery)
+            query.add_update_values(_with_slots(self.model, TO, changes))
+            sql, params = query.get_compiler(connection=connection).as_sql()
+            return _returning(connection, self.model, sql, params, columns)
+
+        return compiled(shape, self.alias, build), slots
+
+
+# ---- making a row
+
+
+def insert(
+    model: type[models.Model],
+    alias: str,
+    /,
+    *,
+    returning: tuple[str, ...],
+    ignore_conflicts: bool = False,
+    **values: Any,
+) -> Any:
+    """
+    Insert a row and return it, or None if a conflict was ignored.
+
+    Of what the database computes, only the columns in ``returning`` are known of it.
+    """
+    slots: Slots = {}
+    columns = tuple(_shape_of(TO, values, slots))
+    shape = (model, "insert", columns, returning, ignore_conflicts)
+
+    def build(connection: Any) -> Statement:
+        fields = [f for f in model._meta.local_concrete_fields if not f.primary_key]
+        query = InsertQuery(model, on_conflict=OnConflict.IGNORE if ignore_conflicts else None)
+        query.insert_values(fields, [model(**_with_slots(model, TO, columns))])
+        ((sql, params),) = query.get_compiler(connection=connection).as_sql()
+        return _returning(connection, model, sql, params, returning)
+
+    statement = compiled(shape, alias, build)
+    with transaction.mark_for_rollback_on_error(using=alias):
+        computed = statement.row(alias, slots)
+    if computed is None:
+        return None
+    given = {name: value for name, value in values.items() if not isinstance(value, DbNow)}
+    return instance(model, alias, {**_defaults(model), **given, **computed})
+
+
+@lru_cache
+def _defaults(model: type[models.Model]) -> Values:
+    return {f.attname: f.get_default() for f in model._meta.concrete_fields}
+
+
+def can_return_inserted(alias: str) -> bool:
+    """Whether INSERT answers with the row."""
+    return bool(connections[alias].features.can_return_columns_from_insert)
+
+
+def can_return_updated(alias: str) -> bool:
+    """Whether UPDATE answers with the row."""
+    return can_return_inserted(alias) and connections[alias].vendor != "mysql"
+
+
+# ---- reading a row
+
+
+@dataclass(frozen=True, slots=True)
+class Select:
+    """A queryset of ``model`` with slots, built once; ``name`` tells it from others."""
+
+    model: type[models.Model]
+    name: str
+    build: Callable[[], models.QuerySet[Any]]
+
+    def first(self, alias: str, **slots: Any) -> Any:
+        """Return the first row as an instance of the model, or None."""
+        statement = compiled((self.model, self.name), alias, self._compile)
+        values = statement.row(alias, slots)
+        return None if values is None else instance(self.model, alias, values)
+
+    def _compile(self, connection: Any) -> Statement:
+        found = self.build().using(connection.alias)
+        compiler = found.query.get_compiler(connection=connection)
+        sql, params = compiler.as_sql()
+        names = [f.attname for f in self.model._meta.concrete_fields]
+        names += list(found.query.annotation_select)
+        expressions = [expression for expression, _, _ in compiler.select]
+        return Statement(sql, tuple(params), tuple(names), _converters(compiler, expressions))
+
+
+def instance(model: type[models.Model], alias: str, values: Values) -> Any:
+    """Return a row as Django would have read it; columns that are not given are deferred."""
+    names = [f.attname for f in model._meta.concrete_fields if f.attname in values]
+    made = model.from_db(alias, names, [values[name] for name in names])
+    for name in values.keys() - set(names):
+        setattr(made, name, values[name])
+    return made
+
+
+# ---- shapes
+
+
+def _shape_of(part: str, values: Values, slots: Slots) -> Iterator[tuple[str, Any]]:
+    """Yield what a part of a statement is made of, and put what differs into ``slots``."""
+    for name, value in values.items():
+        if isinstance(value, DbNow):
+            if value.microseconds:
+                slots[part + name] = value
+                yield name, MomentSlot
+            else:
+                yield name, NOW
+        elif isinstance(value, FIXED) or (value is None and part == WHERE):
+            yield name, value
+        else:
+            slots[part + name] = value
+            yield name, Slot
+
+
+def _with_slots(model: type[models.Model], part: str, shape: Any) -> dict[str, Any]:
+    made = {}
+    for name, kind in shape:
+        if kind is Slot or kind is MomentSlot:
+            column = name.partition("__")[0]
+            found = model._meta.pk if column == "pk" else _column(model, column)
+            made[name] = kind(part + name, found)
+        else:
+            made[name] = kind
+    return made
+
+
+def _column(model: type[models.Model], name: str) -> Any:
+    return next(f for f in model._meta.concrete_fields if name in (f.name, f.attname))
+
+
+def _returning(
+    connection: Any, model: type[models.Model], sql: str, params: Any, columns: tuple[str, ...]
+) -> Statement:
+    sql, params = _with_constants(sql, params)
+    if not columns:
+        return Statement(sql, params)
+    found = model._base_manager.using(connection.alias).only(*columns)
+    compiler = found.query.get_compiler(connection=connection)
+    compiler.setup_query()
+    texts, names, expressions = [], [], []
+    for expression, (text, _), _alias in compiler.select:
+        texts.append(text)
+        names.append(expression.target.attname)
+        expressions.append(expression)
+    sql = f"{sql} RETURNING {', '.join(texts)}"
+    return Statement(sql, params, tuple(names), _converters(compiler, expressions))
+
+
+def _with_constants(sql: str, params: Iterable[Any]) -> tuple[str, tuple[Any, ...]]:
+    """Write parameters that are always NULL, empty or a number into the SQL: each costs time."""
+    texts, left = _PLACE.split(sql), []
+    made = texts[0]
+    for param, text in zip(params, texts[1:], strict=True):
+        constant = _constant(param)
+        if constant is None:
+            left.append(param)
+        made += (constant or "%s") + text
+    return made, tuple(left)
+
+
+_PLACE = re.compile(r"(?<!%)%s")
+
+
+def _constant(param: Any) -> str | None:
+    if param is None:
+        return "NULL"
+    if type(param) is int:
+        return str(param)
+    return "''" if param == "" else None
+
+
+def _converters(compiler: Any, expressions: list[Any]) -> Any:
+    found = compiler.get_converters(expressions)
+    return tuple((place, tuple(convert), expr) for place, (convert, expr) in found.items())

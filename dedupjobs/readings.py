@@ -1,0 +1,249 @@
+"""
+All that can be measured from outside, read when it is asked for: counters from Redis, gauges from
+the tables, Redis and RQ.
+
+Every query is bounded and goes by an index, so that a reading costs the same whatever the history.
+What can not be read is left out, and ``database_up`` or ``redis_up`` says so: a 0 that nobody
+counted would be a lie.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from django.db import DatabaseError, InterfaceError
+from django.db.models import Case, Count, F, Min, When
+
+from dedupjobs import coordinator, counters, criteria, dispatch, lifecycle, locks
+from dedupjobs.clock import DbNow
+from dedupjobs.counters import OTHER, Counts
+from dedupjobs.exceptions import UnknownQueue
+from dedupjobs.models import WAITING, Cause, DuplicateCount
+from dedupjobs.wire import UNREACHABLE
+
+PREFIX = "dedupjobs_"
+COUNTED = 10_000  # waiting rows of a queue, and stale attempts, beyond which nobody counts
+MOST_QUEUES = 50
+MOST_LOCKS = 1_000
+MOST_CAUSES = 5_000  # rows of DuplicateCount
+
+Labels = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """
+    A metric with all its samples, by label values. ``kind``: "counter", "gauge", "histogram".
+    ``name`` has no prefix; a counter's ends with "_total".
+    """
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = ()
+    samples: dict[Labels, Any] = field(default_factory=dict)
+
+
+DUPLICATES = Family(
+    "duplicate_detected_total",
+    "counter",
+    "Calls and messages that were turned away, as the coordinator has brought them to the tables.",
+    ("job", "cause"),
+)
+GAUGES = {
+    name: Family(name, "gauge", words, labels)
+    for name, words, labels in (
+        (
+            "stale_processing_records",
+            f"Attempts at work whose lease has expired ({COUNTED:,} at the most).",
+            (),
+        ),
+        (
+            "backlog",
+            f"Rows that are due and wait for a worker ({COUNTED:,} at the most).",
+            ("queue",),
+        ),
+        (
+            "delayed",
+            "Rows that wait for their time: a retry, a debounce, a later start.",
+            ("queue",),
+        ),
+        ("backlog_oldest_age_seconds", "For how long the oldest due row has been due.", ("queue",)),
+        ("active_locks", f"Attempts at work that have their lock ({MOST_LOCKS:,} at most).", ()),
+        ("active_lock_oldest_age_seconds", "For how long the oldest of them is at work.", ()),
+        (
+            "coordinator_heartbeat_age_seconds",
+            "Since a coordinator's last round; absent after a day, or where Redis was lost.",
+            (),
+        ),
+        ("workers", "Workers that listen to a queue, by RQ's books.", ("queue",)),
+        (
+            "worker_heartbeat_age_seconds",
+            "Since the last sign of life of the liveliest worker of a queue.",
+            ("queue",),
+        ),
+        ("redis_memory_used_bytes", "Memory that a Redis server uses.", ("server",)),
+        ("redis_memory_limit_bytes", "Its maxmemory; 0: none.", ("server",)),
+        ("counters_since_timestamp_seconds", "When the counters in Redis began at 0.", ()),
+        ("database_up", "Whether the tables could be read (1 or 0).", ()),
+        ("redis_up", "Whether the counters could be read (1 or 0).", ()),
+    )
+}
+
+
+def names() -> list[str]:
+    """Return the names of all metrics that a reading may have, without prefix."""
+    return sorted([DUPLICATES.name, *GAUGES, *counters.METRICS])
+
+
+def empty() -> list[Family]:
+    """Return all families without samples."""
+    counted = [_family(metric.name, {}) for metric in counters.METRICS.values()]
+    return [DUPLICATES, *counted, *GAUGES.values()]
+
+
+def collect() -> list[Family]:
+    """Read everything; never raises for a database or a Redis that is away."""
+    found = _Found()
+    _read_tables(found)
+    _read_counters(found)
+    _read_queues(found)
+    return found.families()
+
+
+@dataclass(slots=True)
+class _Found:
+    gauges: dict[str, dict[Labels, float]] = field(default_factory=dict)
+    duplicates: dict[Labels, int] | None = None
+    counts: Counts | None = None
+    at_work: list[tuple[int, datetime]] | None = None
+    now: datetime | None = None
+
+    def gauge(self, name: str, value: float, *labels: str) -> None:
+        self.gauges.setdefault(name, {})[labels] = value
+
+    def families(self) -> list[Family]:
+        made = []
+        if self.duplicates is not None:
+            made.append(_with(DUPLICATES, self.duplicates))
+        if self.counts is not None:
+            both: dict[str, Any] = {**self.counts.counters, **self.counts.histograms}
+            made += [_family(name, samples) for name, samples in both.items()]
+        made += [_with(f, self.gauges[n]) for n, f in GAUGES.items() if n in self.gauges]
+        return made
+
+
+def _with(family: Family, samples: dict[Labels, Any]) -> Family:
+    return Family(family.name, family.kind, family.help, family.labels, family.bounds, samples)
+
+
+def _family(name: str, samples: dict[Labels, Any]) -> Family:
+    """Return a counted metric; one without labels that was never counted stands at 0."""
+    metric = counters.METRICS[name]
+    kind = "histogram" if metric.bounds else "counter"
+    if not metric.labels and not samples:
+        samples = {(): 0}
+    return Family(name, kind, metric.help, metric.labels, metric.bounds, samples)
+
+
+# ---- the tables
+
+
+def _read_tables(found: _Found) -> None:
+    try:
+        found.now = lifecycle.database_now()
+        found.gauge("stale_processing_records", criteria.stuck()[:COUNTED].count())
+        for queue in _queues():
+            _read_backlog(found, queue)
+        found.duplicates = _duplicates()
+        open_ones = lifecycle.attempts().filter(outcome=None)
+        found.at_work = list(open_ones.values_list("job_id", "claimed_at")[:MOST_LOCKS])
+        found.gauge("database_up", 1)
+    except (DatabaseError, InterfaceError):
+        found.gauges.clear()  # all or nothing
+        found.gauge("database_up", 0)
+
+
+def _queues() -> list[str]:
+    return dispatch.queue_names()[:MOST_QUEUES]
+
+
+def _read_backlog(found: _Found, queue: str) -> None:
+    waiting = lifecycle.jobs().filter(queue=queue, status__in=WAITING)
+    due = Case(When(run_after__lte=DbNow(steady=True), then=F("run_after")))
+    rows = waiting.annotate(due=due)[:COUNTED]
+    seen = rows.aggregate(all=Count("pk"), ready=Count("due"), oldest=Min("due"))
+    found.gauge("backlog", seen["ready"], queue)
+    found.gauge("delayed", seen["all"] - seen["ready"], queue)
+    age = 0.0
+    if seen["oldest"] is not None and found.now is not None:
+        age = max((found.now - seen["oldest"]).total_seconds(), 0.0)
+    found.gauge("backlog_oldest_age_seconds", age, queue)
+
+
+def _duplicates() -> dict[Labels, int]:
+    table = DuplicateCount._base_manager.using(lifecycle.alias()).order_by("pk")
+    counted: Counter[Labels] = Counter()
+    for name, cause, count in table.values_list("name", "cause", "count")[:MOST_CAUSES]:
+        known = cause if cause in Cause.values else OTHER
+        counted[counters.bounded_label("job", name), known] += count
+    return dict(counted)
+
+
+# ---- Redis
+
+
+def _read_counters(found: _Found) -> None:
+    try:
+        found.counts = counters.read(coordinator.ROLE)
+        found.gauge("redis_up", 1)
+    except UNREACHABLE:
+        found.gauge("redis_up", 0)
+        return
+    if found.counts.since is not None:
+        found.gauge("counters_since_timestamp_seconds", found.counts.since)
+    for age in found.counts.signs.values():
+        found.gauge("coordinator_heartbeat_age_seconds", age)
+    for read in (_read_locks, _read_memory):
+        try:
+            read(found)
+        except UNREACHABLE:
+            found.gauge("redis_up", 0)
+
+
+def _read_locks(found: _Found) -> None:
+    if found.now is None or found.at_work is None:
+        return
+    there = locks.seen([pk for pk, _ in found.at_work])
+    ages = [(found.now - at).total_seconds() for pk, at in found.at_work if pk in there]
+    found.gauge("active_locks", len(ages))
+    found.gauge("active_lock_oldest_age_seconds", max([0.0, *ages]))
+
+
+def _read_memory(found: _Found) -> None:
+    memory = counters.memory()
+    found.gauge("redis_memory_used_bytes", memory.used, "locks")
+    found.gauge("redis_memory_limit_bytes", memory.limit, "locks")
+
+
+def _read_queues(found: _Found) -> None:
+    for queue in dispatch.one_queue_per_server()[:MOST_QUEUES]:
+        try:
+            memory = dispatch.memory(queue)
+        except (*UNREACHABLE, UnknownQueue):
+            found.gauge("redis_up", 0)
+            return
+        found.gauge("redis_memory_used_bytes", memory.used, f"queue {queue}")
+        found.gauge("redis_memory_limit_bytes", memory.limit, f"queue {queue}")
+    for queue in _queues():
+        try:
+            workers = dispatch.workers(queue)
+        except (*UNREACHABLE, UnknownQueue):
+            return
+        found.gauge("workers", workers.count, queue)
+        if workers.newest is not None:
+            found.gauge("worker_heartbeat_age_seconds", workers.newest, queue)

@@ -1,0 +1,140 @@
+"""What calls and jobs cost: counts that depend on no machine, so they are held here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+from django.conf import settings
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+
+from dedupjobs import cache, clock, runner, stats
+from dedupjobs.models import Kind, ProcessedJob, Status
+from dedupjobs.testing import run_pending
+from tests import live
+from tests.app import jobs
+from tests.servers import Valkey
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+PATIENT = {"PUSH_TIMEOUT": 10, "LOCK_TIMEOUT": 10, "LISTEN": "never"}
+
+
+@pytest.fixture
+def server() -> Iterator[redis.Redis]:
+    """A server of our own, since others' commands would be counted; its client."""
+    with (
+        Valkey() as valkey,
+        live.changed(**live.redis_at(valkey.url), DEDUPJOBS=PATIENT),
+        valkey.client() as client,
+    ):
+        yield client
+
+
+def reads(server: redis.Redis) -> int:
+    """Return how often the server has found commands in a socket, this question included."""
+    return int(server.info("stats")["total_reads_processed"])
+
+
+class Costs:
+    """Counts a block's SQL statements on our tables, transactions, and round trips to Redis."""
+
+    def __init__(self, server: redis.Redis) -> None:
+        self._server = server
+
+    def __enter__(self) -> Costs:
+        self._before = reads(self._server)
+        self._captured = CaptureQueriesContext(connection)
+        self._captured.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._captured.__exit__(*raised)
+        self.trips = reads(self._server) - self._before - 1
+        texts = [query["sql"] for query in self._captured]
+        self.transactions = sum(text.startswith("COMMIT") for text in texts)
+        self.statements = [text.split(maxsplit=1)[0] for text in texts if "dedupjobs_" in text]
+
+
+def waiting() -> ProcessedJob:
+    return jobs.record.enqueue(tag=clock.token()).job
+
+
+def run(row: ProcessedJob) -> Status | None:
+    return runner.deliver(row.pk, 1, owner=clock.token())
+
+
+def test_counting_counts_round_trips(server: redis.Redis) -> None:
+    with Costs(server) as nothing:
+        pass
+    with Costs(server) as three:
+        for _ in range(3):
+            server.ping()
+    assert (nothing.trips, three.trips) == (0, 3)
+
+
+def cheapest(server: redis.Redis, act: Callable[[], object]) -> Costs:
+    """Return what ``act`` costs once connections are there: a busy machine may split a read."""
+    found = []
+    for _ in range(4):
+        with Costs(server) as costs:
+            act()
+        found.append(costs)
+    return min(found, key=lambda costs: costs.trips)
+
+
+def test_job_costs_four_statements_in_two_transactions_and_two_round_trips(
+    server: redis.Redis,
+) -> None:
+    rows = iter([waiting() for _ in range(4)])
+    costs = cheapest(server, lambda: run(next(rows)))
+    reads = 1 if connection.vendor == "mysql" else 0  # its UPDATE returns no row
+    assert (len(costs.statements), costs.transactions) == (4 + reads, 2)
+    assert costs.trips == 2
+    assert set(ProcessedJob.objects.values_list("status", flat=True)) == {Status.SUCCEEDED}
+
+
+def test_call_of_a_new_key_costs_a_read_an_insert_and_a_push(server: redis.Redis) -> None:
+    costs = cheapest(server, waiting)
+    if connection.vendor != "mysql":
+        assert costs.statements == ["SELECT", "INSERT"]
+    assert costs.trips == 2  # the status cache is asked, the message is pushed
+
+
+def test_duplicate_that_the_cache_knows_costs_one_round_trip_and_no_statement(
+    server: redis.Redis,
+) -> None:
+    jobs.record.enqueue(tag="a")
+    run_pending()
+    jobs.record.enqueue(tag="a")
+    jobs.record.enqueue(tag="a")
+    stats.flush()
+    cache._forget_l1()  # as another process that has its connections
+    with Costs(server) as costs:
+        assert jobs.record.enqueue(tag="a").kind is Kind.REPLAYED
+    assert (costs.statements, costs.trips) == ([], 1)
+
+
+def test_duplicate_that_this_process_knows_costs_nothing(server: redis.Redis) -> None:
+    jobs.record.enqueue(tag="a")
+    run_pending()
+    for _ in range(3):
+        jobs.record.enqueue(tag="a")
+    stats.flush()
+    with Costs(server) as costs:
+        assert jobs.record.enqueue(tag="a").kind is Kind.REPLAYED
+    assert (costs.statements, costs.trips) == ([], 0)
+
+
+def test_counting_for_metrics_costs_a_run_no_round_trip_of_its_own(server: redis.Redis) -> None:
+    def cost_of_a_run() -> int:
+        rows = iter([waiting() for _ in range(4)])
+        return cheapest(server, lambda: run(next(rows))).trips
+
+    with_counts = cost_of_a_run()
+    with live.changed(DEDUPJOBS={**settings.DEDUPJOBS, "METRICS": False}):
+        without = cost_of_a_run()
+    assert (with_counts, without) == (2, 2)
