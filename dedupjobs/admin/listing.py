@@ -35,7 +35,8 @@ ICONS = {
 
 class BoundedPaginator(Paginator):  # type: ignore[type-arg]
     """
-    Counts COUNTED rows and one more, never the whole table, and remembers which they are.
+    Counts COUNTED rows and one more, never the whole table. Where rows were looked for by a
+    filter, it remembers which they are.
     """
 
     @cached_property
@@ -45,7 +46,13 @@ class BoundedPaginator(Paginator):  # type: ignore[type-arg]
 
     @cached_property
     def count(self) -> int:
-        return len(self.found)
+        rows: Any = self.object_list
+        return len(self.found) if self.searches else rows.order_by()[: COUNTED + 1].count()
+
+    @property
+    def searches(self) -> bool:
+        rows: Any = self.object_list
+        return bool(rows.query.where)
 
     @property
     def is_cut(self) -> bool:
@@ -58,7 +65,8 @@ class JobList(ChangeList):
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)
         self.now = lifecycle.database_now()
-        rows = list(self.result_list if self.paginator.is_cut else self._page())
+        searched = self.paginator.searches and not self.paginator.is_cut
+        rows = list(self._page() if searched else self.result_list)
         newest = newest_of(rows)
         for row in rows:
             row.newest, row.now = newest.get(row.pk), self.now
