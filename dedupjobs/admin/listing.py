@@ -34,25 +34,12 @@ ICONS = {
 
 
 class BoundedPaginator(Paginator):  # type: ignore[type-arg]
-    """
-    Counts COUNTED rows and one more, never the whole table. Where rows were looked for by a
-    filter, it remembers which they are.
-    """
-
-    @cached_property
-    def found(self) -> list[int]:
-        rows: Any = self.object_list
-        return list(rows.order_by().values_list("pk", flat=True)[: COUNTED + 1])
+    """Counts COUNTED rows and one more, never the whole table."""
 
     @cached_property
     def count(self) -> int:
         rows: Any = self.object_list
-        return len(self.found) if self.searches else rows.order_by()[: COUNTED + 1].count()
-
-    @property
-    def searches(self) -> bool:
-        rows: Any = self.object_list
-        return bool(rows.query.where)
+        return int(rows.order_by()[: COUNTED + 1].count())
 
     @property
     def is_cut(self) -> bool:
@@ -65,30 +52,28 @@ class JobList(ChangeList):
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)
         self.now = lifecycle.database_now()
-        searched = self.paginator.searches and not self.paginator.is_cut
-        rows = list(self._page() if searched else self.result_list)
+        rows = list(self.result_list if self.paginator.is_cut else self._page())
         newest = newest_of(rows)
         for row in rows:
             row.newest, row.now = newest.get(row.pk), self.now
         self.result_list = rows
 
-    def _page(self) -> Any:
-        """Cut the page from the rows that were counted, instead of looking for them again."""
+    def _page(self) -> list[Any]:
+        """
+        Sort what was counted here, and read the rows of the page.
+
+        Asked for an order, a database may walk that order's index through the whole table.
+        """
+        order = self.queryset.query.order_by
+        columns = [column.lstrip("-") for column in order]
+        there = self.paginator.count and self.queryset.order_by().values_list("pk", *columns)
+        found = list(there[:COUNTED]) if there else []
+        for i, column in reversed(list(enumerate(order, 1))):
+            found.sort(key=itemgetter(i), reverse=column.startswith("-"))
         first = (self.page_num - 1) * self.list_per_page if self.multi_page else 0
-        pks = self._sorted(self.paginator.found)[first : first + self.list_per_page]
+        pks = [row[0] for row in found[first : first + self.list_per_page]]
         rows = {row.pk: row for row in self.root_queryset.filter(pk__in=pks)}
         return [rows[pk] for pk in pks if pk in rows]
-
-    def _sorted(self, pks: list[int]) -> list[int]:
-        """Sort the rows here: a database may walk another index in the order that is asked for."""
-        order = self.queryset.query.order_by
-        if order == ("-pk",):
-            return sorted(pks, reverse=True)
-        columns = [column.lstrip("-") for column in order]
-        rows = list(self.root_queryset.filter(pk__in=pks).order_by().values_list("pk", *columns))
-        for i, column in reversed(list(enumerate(order, 1))):
-            rows.sort(key=itemgetter(i), reverse=column.startswith("-"))
-        return [row[0] for row in rows]
 
 
 def newest_of(rows: list[ProcessedJob]) -> dict[int, JobAttempt]:
