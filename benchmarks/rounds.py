@@ -32,7 +32,7 @@ class Contestant:
 
     @property
     def forks(self) -> bool:
-        return self.worker != "rq.SimpleWorker"
+        return self.worker == "rq.Worker"
 
 
 CONTESTANTS = (

@@ -41,6 +41,11 @@ def utcnow() -> datetime:
     return datetime.now(UTC)
 
 
+def reseed() -> None:
+    """Let ``random`` differ from that of the process that has forked this one."""
+    random.seed()
+
+
 def token() -> str:
     """Return 24 hex digits that no other process will ever draw."""
     return secrets.token_hex(12)

@@ -7,7 +7,7 @@ The DEDUPJOBS setting, typed. Seconds are floats (a timedelta does too), sizes a
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import lru_cache
@@ -39,10 +39,13 @@ class Settings:
     LEADER_TTL: float = 10.0  # of the coordinator's leader lease
     TIMEOUT_GRACE: float = 5.0  # from a job's time-out to the kill of its process
     SHUTDOWN_GRACE: float = 25.0  # from SIGTERM to the interruption of the running job
+    HORSE_JOBS: int = 1_000  # deliveries that a DedupWorker's horse runs; 1: one each, as RQ does
+    HORSE_MEMORY: int | None = 256 * 1024**2  # bytes that it may grow by; 0 or None: no limit
     BATCH: int = 100  # rows a sweep reads and messages a pipeline carries
     FOREIGN_PICKLE: bool = False  # may a DedupWorker run others' RQ jobs, pickled ones too
     PRUNE_EVERY: float = 3600.0  # between two looks for rows out of retention
     FOLD_EVERY: float = 10.0  # between two moves of the duplicates' counts into the tables
+    SUMMARISE_EVERY: float = 20.0  # between two looks at what ended, for the dashboard's charts
     PUSH_TIMEOUT: float = 0.25  # that a web request may lose to Redis each second
     LOCK_TIMEOUT: float = 0.5  # for one lock command
     MAX_PAYLOAD: int = 64 * 1024
@@ -114,15 +117,29 @@ _TUPLES = {
 }
 
 
+def _is_seconds(value: Any) -> bool:
+    number = _seconds(value)
+    return isinstance(number, float) and SHORTEST <= number <= LONGEST
+
+
+_NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "float": (_is_seconds, "give seconds from 0.001 to 2,592,000, or a timedelta."),
+    "int": (
+        lambda value: type(value) is int and 1 <= value <= 2**31,
+        "give a whole number of at least 1.",
+    ),
+    "int | None": (
+        lambda value: value is None or (type(value) is int and 0 <= value < 2**63),
+        "give a whole number of bytes; 0 or None for no limit.",
+    ),
+}
+
+
 def _wrong(name: str, value: Any, kind: str) -> str:
     """Return why ``value`` does not fit, or an empty string."""
-    if kind == "float":
-        number = _seconds(value)
-        fits = isinstance(number, float) and SHORTEST <= number <= LONGEST
-        return "" if fits else "give seconds from 0.001 to 2,592,000, or a timedelta."
-    if kind == "int":
-        fits = type(value) is int and 1 <= value <= 2**31
-        return "" if fits else "give a whole number of at least 1."
+    if kind in _NUMBERS:
+        is_right, wanted = _NUMBERS[kind]
+        return "" if is_right(value) else wanted
     if kind == "bool":
         return "" if isinstance(value, bool) else "give True or False."
     if kind.startswith("str"):

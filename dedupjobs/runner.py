@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -87,6 +88,10 @@ class Host:
     def settled(self, claim: Claim) -> None:
         """Its ending is written, or somebody else's stands."""
 
+    def beating(self, heart: Heart) -> AbstractContextManager[Heart]:
+        """Keep its lease alive while it runs."""
+        return beating(heart)
+
 
 host = Host()
 """Replaced by a work horse of DedupWorker, whose parent has minted the owner."""
@@ -137,7 +142,7 @@ def _deliver(pk: int, generation: int, owner: str, *, lock: bool) -> Status | No
     heart = Heart(job_pk=pk, fence=claim.fence, owner=owner, name=claim.name, lease=options.lease)
     signals.tell(signals.attempt_started, claim.name, claim=claim)
     begun = clock.monotonic()
-    with spans.consuming(claim) as span, beating(heart):
+    with spans.consuming(claim) as span, host.beating(heart):
         ending, status = perform(claim, heart, borrowed=_in_transaction())
         if span is not None:
             error = ending.error.type if isinstance(ending, Failed) else ""

@@ -52,6 +52,19 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+def stay() -> None:
+    """Note that this process, although forked, runs one message after the other."""
+    global _forked  # noqa: PLW0603 - see above
+    _forked = False
+
+
+def leave() -> None:
+    """Send what was traced: nothing may come for a while, or ever."""
+    if tracer is not None:
+        with suppress(Exception):
+            tracer.flush()
+
+
 def producing(name: str, queue: str, count: int = 1) -> AbstractContextManager[Producing | None]:
     """Trace the block, which enqueues ``count`` calls of a job; None: nobody wants it."""
     return nullcontext() if tracer is None else tracer.producing(name, queue, count)
@@ -69,6 +82,5 @@ def headers() -> dict[str, str]:
 
 def flush() -> None:
     """Send what was traced, in a forked process: it will leave without another chance."""
-    if tracer is not None and _forked:
-        with suppress(Exception):
-            tracer.flush()
+    if _forked:
+        leave()

@@ -1,17 +1,20 @@
 """
 ``DedupWorker``: an RQ worker that minds its work horses.
 
-    parent     forks a horse per delivery, whose attempts' owner it has minted; beats for it from
-               a thread of its own; kills it at time-out + TIMEOUT_GRACE; buries it when it dies
-    horse      runs one delivery and beats too, in case its parent dies
+    parent     gives a horse one delivery after the other, whose attempts' owner it has minted;
+               beats for it from a thread of its own; kills it at time-out + TIMEOUT_GRACE; buries
+               it when it dies, and gives the next delivery to a new one
+    horse      runs the deliveries and beats too, in case its parent dies; leaves after HORSE_JOBS
+               of them, above HORSE_MEMORY, or when a job has left something behind
     coordinator child of the parent; ends when the parent's end of a pipe closes
+
+RQ jobs that are not ours run as under any RQ worker, each in a horse of its own.
 
 Set ``RQ = {"WORKER_CLASS": "dedupjobs.worker.DedupWorker"}`` and run ``manage.py rqworker``.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import pickle  # only reached with FOREIGN_PICKLE=True
@@ -19,21 +22,20 @@ import select
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 from django.core.cache import caches
 from django.db import DatabaseError, InterfaceError, connections
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 from rq import Queue, Worker
-from rq.exceptions import InvalidJobOperation
+from rq.exceptions import InvalidJobOperation, NoSuchJobError
 from rq.executions import Execution
 from rq.job import Job as RqJob
 from rq.job import JobStatus
+from rq.logutils import blue, green
 from rq.serializers import JSONSerializer
 from rq.utils import now
+from rq.worker import WorkerStatus
 
 from dedupjobs import (
     clock,
@@ -44,6 +46,7 @@ from dedupjobs import (
     execution,
     fields,
     hardening,
+    horse,
     interrupts,
     invalidation,
     lifecycle,
@@ -51,15 +54,18 @@ from dedupjobs import (
     registry,
     runner,
 )
+from dedupjobs.books import Books, Entry, Taken, Till
 from dedupjobs.coordinator import Coordinator
 from dedupjobs.endings import Ending, Error, Failed, Interrupted, Stopped
 from dedupjobs.exceptions import ForeignPickle
-from dedupjobs.heartbeat import Heart
+from dedupjobs.horse import GLANCE, Exit, Horse, HorseHost, Order, Perform, Ride, Sheet
 from dedupjobs.lifecycle import Claim
 from dedupjobs.registry import Options
 
 IDLE_WAIT = 2  # seconds that an idle worker blocks in Redis before it looks at its coordinator
-GLANCE = 1.0  # seconds between two looks of the parent at a running horse
+HEARTBEAT_EVERY = 10.0  # seconds between what RQ writes nine times a job; its own patience is 60
+MOST_RAISED = 3_000  # bytes of a traceback; so short a message is never cut in a pipe
+RQ_GRACE = 60.0  # seconds after which RQ's worker kills a horse that its alarm has not ended
 PICKLE_MARK = b"\x80"  # how every pickle of protocol 2 and up begins
 
 
@@ -94,84 +100,6 @@ def _foreign(what: str) -> ForeignPickle:
     )
 
 
-@dataclass(slots=True)
-class HorseHost(runner.Host):
-    """In a horse: tells the parent over a pipe which attempt runs."""
-
-    pipe: int = -1
-
-    def claimed(self, claim: Claim, options: Options) -> None:
-        self._tell(
-            fence=claim.fence,
-            job_pk=claim.job_pk,
-            owner=claim.owner,
-            name=claim.name,
-            lease=options.lease,
-            timeout=options.timeout,
-        )
-
-    def settled(self, claim: Claim) -> None:
-        self._tell()
-
-    def _tell(self, **facts: Any) -> None:
-        with suppress(OSError):  # the parent is gone; the horse goes on
-            os.write(self.pipe, json.dumps(facts).encode() + b"\n")
-
-
-@dataclass(slots=True)
-class Ride:
-    """One horse as its parent sees it."""
-
-    owner: str
-    pid: int
-    pipe: int
-    begun: float
-    heart: Heart | None = None
-    running: dict[str, Any] = field(default_factory=dict)
-    killed: str = ""  # why we killed it: "timeout", "shutdown" or "stopped"
-    term_sent: float | None = None
-
-    @property
-    def deadline(self) -> float | None:
-        """When the horse must have ended its present attempt; never asks the database."""
-        timeout = self.running.get("timeout")
-        if timeout is None:
-            return None
-        return float(self.running["since"] + timeout + conf.get().TIMEOUT_GRACE)
-
-    def hear(self) -> None:
-        """Read what the horse has said; an empty fact sheet says that nothing runs now."""
-        try:
-            heard = os.read(self.pipe, 65536)
-        except BlockingIOError:
-            return
-        for line in heard.splitlines():
-            self.rest()
-            facts = json.loads(line)
-            self.running = {**facts, "since": clock.monotonic()} if facts else {}
-
-    def beat(self) -> None:
-        """Start beating for a horse that has run for a moment; short jobs need no beat."""
-        facts = self.running
-        due = facts and self.heart is None
-        if due and clock.monotonic() - facts["since"] >= min(GLANCE, facts["lease"] / 6):
-            self.heart = Heart(
-                job_pk=facts["job_pk"],
-                fence=facts["fence"],
-                owner=facts["owner"],
-                name=facts["name"],
-                lease=facts["lease"],
-                tells=False,
-            )
-            self.heart.start()
-
-    def rest(self) -> None:
-        """Stop beating; the heart's connection closes before the next fork."""
-        if self.heart is not None:
-            self.heart.stop()
-            self.heart = None
-
-
 class DedupWorker(Worker):
     """See the module's docstring."""
 
@@ -181,9 +109,16 @@ class DedupWorker(Worker):
         # Whatever the command line says: producers write JSON for exactly this class.
         kwargs["serializer"] = Serializer
         super().__init__(*args, **kwargs)
+        self._books = Books(self)
+        self._till = Till(self.connection)
+        self._taken: Taken | None = None
+        self._raised: str | None = None
+        self._horse: Horse | None = None
         self._ride: Ride | None = None
         self._interrupt_at: float | None = None
+        self._next_heartbeat = 0.0
         self._coordinator: tuple[int, int] | None = None  # pid, our end of its pipe
+        self._is_warm = False  # in a horse that runs more than one delivery
 
     # ---- life of the worker
 
@@ -214,6 +149,8 @@ class DedupWorker(Worker):
 
     def teardown(self) -> None:
         if not self.is_horse:
+            self._write_books()
+            self._let_horse_go()
             self._end_coordinator()
         super().teardown()
 
@@ -222,18 +159,30 @@ class DedupWorker(Worker):
         return min(super().dequeue_timeout, IDLE_WAIT)
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
-        with self._without_redis():
+        if pipeline is not None:
             super().heartbeat(timeout, pipeline)
+            return
+        if timeout is not None or clock.monotonic() >= self._next_heartbeat:
+            self._next_heartbeat = clock.monotonic() + HEARTBEAT_EVERY
+            with self._without_redis(), self.connection.pipeline() as together:
+                super().heartbeat(timeout, together)
+                together.execute()
         if not self.is_horse and self._coordinator is not None:
             self._mind_coordinator()
 
     # RQ quits if Redis is away at one of these; the loop's own wait for it is elsewhere.
 
     def set_state(self, state: str, pipeline: Any = None) -> None:
+        if state == WorkerStatus.IDLE and pipeline is None:
+            self._state = state  # told once there is nothing to do
+            return
         with self._without_redis():
             super().set_state(state, pipeline)
+            self._books.note_told(state)
 
     def check_for_suspension(self, burst: bool) -> None:
+        if self._till.works and not self._till.is_closed:
+            return  # it looks each time
         with self._without_redis():
             super().check_for_suspension(burst)
 
@@ -241,10 +190,39 @@ class DedupWorker(Worker):
         with self._without_redis(), self._despite_rubbish():
             super().run_maintenance_tasks()
 
-    def dequeue_job_and_maintain_ttl(self, *args: Any, **kwargs: Any) -> Any:
+    def dequeue_job_and_maintain_ttl(
+        self, timeout: int | None, *args: Any, **kwargs: Any
+    ) -> tuple[RqJob, Queue] | None:
+        with self._without_redis(), self._despite_rubbish():
+            taken = self._till.take(self._ordered_queues)
+            if taken is None and self._till.is_closed:
+                self.check_for_suspension(burst=timeout is None)
+                taken = self._till.take(self._ordered_queues)
+            if taken is not None:
+                return self._receive(taken)
+        self._write_books()
         while True:
             with self._despite_rubbish():
-                return super().dequeue_job_and_maintain_ttl(*args, **kwargs)
+                return super().dequeue_job_and_maintain_ttl(timeout, *args, **kwargs)
+
+    def _receive(self, taken: Taken) -> tuple[RqJob, Queue]:
+        """Do what RQ does with a message that it has popped; ours are read while they run."""
+        self._taken = taken
+        self.reorder_queues(reference_queue=taken.queue)
+        job = self.job_class(taken.rq_id, connection=self.connection, serializer=self.serializer)
+        if not taken.is_ours:
+            job.restore(taken.raw)
+        name = green(taken.queue.name)
+        if self.log_job_description:
+            description = taken.raw.get(b"description", b"").decode(errors="replace")
+            self.log.info("Worker %s: %s: %s (%s)", self.name, name, blue(description), job.id)
+        else:
+            self.log.info("Worker %s: %s: %s", self.name, name, job.id)
+        return job, taken.queue
+
+    def _write_books(self, begun: Entry | None = None) -> None:
+        with self._without_redis():
+            self._books.tell(self.get_state(), begun)
 
     @contextmanager
     def _despite_rubbish(self) -> Iterator[None]:
@@ -260,10 +238,10 @@ class DedupWorker(Worker):
 
     @contextmanager
     def _without_redis(self) -> Iterator[None]:
-        """Go on if Redis does not answer: what the block tells it is bookkeeping."""
+        """Go on if Redis does not do it: what the block tells it is bookkeeping."""
         try:
             yield
-        except (RedisConnectionError, RedisTimeoutError) as error:
+        except RedisError as error:  # full and read-only count as well
             self.log.warning("Worker %s: Redis is away: %s", self.name, error)
 
     def _name_unknown_jobs(self) -> None:
@@ -283,67 +261,201 @@ class DedupWorker(Worker):
     # ---- one delivery
 
     def execute_job(self, job: RqJob, queue: Queue) -> None:
-        # Nothing of ours may cross the fork: a connection that two processes use breaks both.
-        connections.close_all()
+        taken, self._taken = self._taken, None
+        if taken is None:  # RQ itself has popped it, after a rest
+            with self._without_redis():
+                raw = cast(dict[bytes, bytes], self.connection.hgetall(job.key))
+                taken = Taken.of(queue, job.id, raw)
+        if taken is not None and taken.is_ours:
+            self._run(job, taken)
+            return
+        self._write_books()
+        connections.close_all()  # one that two processes use breaks both
         super().execute_job(job, queue)
 
-    def fork_work_horse(self, job: RqJob, queue: Queue) -> None:
-        owner = clock.token()
-        reading, writing = os.pipe()
-        os.set_blocking(reading, False)
-        os.set_blocking(writing, False)
-        runner.host = HorseHost(owner=owner, rq_id=job.id, pipe=writing)
-        super().fork_work_horse(job, queue)
-        os.close(writing)
-        runner.host = runner.Host()
-        self._ride = Ride(owner=owner, pid=self.horse_pid, pipe=reading, begun=clock.monotonic())
+    def _run(self, job: RqJob, taken: Taken) -> None:
+        """Let a horse run a delivery of ours; what RQ is to know is written meanwhile."""
+        entry = self._books.entry(job, taken.queue)
+        self._state = WorkerStatus.BUSY
+        self.executions[entry.execution.id] = entry.execution
+        order = Order(
+            owner=clock.token(),
+            rq_id=job.id,
+            execution_id=entry.execution.id,
+            queue=taken.queue.name,
+            timeout=taken.timeout,
+            data=taken.data,
+        )
+        ride = self._ride = Ride(order.owner, self._mounted(order), clock.monotonic())
+        with suppress(Exception):  # rubbish in it is RQ's affair; the delivery is on its way
+            job.restore(taken.raw)
+        job.origin, job.timeout = order.queue, order.timeout
+        entry.execution._job = job
+        self._write_books(entry)
+        self._watch(ride, job, entry.execution)
+        self._dismount(ride, job, entry)
+        self.set_state(WorkerStatus.IDLE)
 
-    def setup_work_horse_signals(self) -> None:
-        super().setup_work_horse_signals()
-        # Between two functions a SIGTERM is remembered, so that no settle is cut in half.
-        signal.signal(signal.SIGTERM, interrupts.note_shutdown)
+    def _mounted(self, order: Order) -> Horse:
+        """Return a living horse that has got the order."""
+        while True:
+            if self._horse is None or self._horse.is_dead:
+                self._let_horse_go()
+                connections.close_all()  # one that two processes use breaks both
+                self._horse = horse.fork(self._become_horse)
+            self._horse_pid = self._horse.pid
+            with suppress(BrokenPipeError):
+                self._horse.give(order)
+                self.procline(f"Horse {self._horse.pid} runs {order.rq_id} since {_moment()}")
+                return self._horse
+
+    def _dismount(self, ride: Ride, job: RqJob, entry: Entry) -> None:
+        """Take down what became of a delivery, and of its horse."""
+        ride.rest()
+        self._horse_pid, self._ride = 0, None
+        self.executions.pop(entry.execution.id, None)
+        if ride.answer is None:
+            self._let_horse_go()
+            self._bury_rider(ride, job, entry.queue, entry.execution)
+            return
+        if ride.running:
+            self._bury(ride, job.id)
+        if leaves := ride.answer.leaves:
+            self.log.info("Worker %s: horse %d leaves: %s", self.name, ride.horse.pid, leaves)
+            self._let_horse_go()
+        if (raised := ride.answer.raised) is None:
+            self._books.end(entry)
+            return
+        self._write_books()
+        job.ended_at = now()
+        with self._without_redis():
+            self.handle_job_failure(
+                job, queue=entry.queue, exc_string=raised, execution=entry.execution
+            )
+
+    def _let_horse_go(self) -> None:
+        if self._horse is not None:
+            self._horse.dismiss()
+            self._horse = None
+
+    def _bury_rider(self, ride: Ride, job: RqJob, queue: Queue, execution: Execution) -> None:
+        """Bury what a dead horse has left open, and let RQ's books show its end."""
+        if self._stopped_job_id == job.id:
+            ride.killed = "stopped"
+        self._bury(ride, job.id)
+        status = cast(int, ride.horse.status)  # it was reaped
+        with self._without_redis():
+            self._tell_rq(job, queue, execution, status)
+
+    def _watch(self, ride: Ride, job: RqJob, execution: Execution) -> None:
+        """Return once the horse has answered or died. Each look takes GLANCE s, and no SQL."""
+        next_report = clock.monotonic() + self.job_monitoring_interval
+        while True:
+            ride.answer = ride.horse.wait(GLANCE)
+            if ride.answer is not None or ride.horse.is_dead:
+                break
+            ride.beat()
+            self._cut_off(ride, job)
+            if clock.monotonic() >= next_report:
+                next_report = clock.monotonic() + self.job_monitoring_interval
+                self.maintain_heartbeats(job, execution)
+
+    # ---- a horse of its own, for RQ jobs that are not ours
+
+    def fork_work_horse(self, job: RqJob, queue: Queue) -> None:
+        owner, sheet = clock.token(), Sheet()
+        runner.host = HorseHost(owner=owner, rq_id=job.id, sheet=sheet)
+        super().fork_work_horse(job, queue)
+        runner.host = runner.Host()
+        self._ride = Ride(owner, Horse(self.horse_pid, sheet), clock.monotonic())
 
     def main_work_horse(self, job: RqJob, queue: Queue) -> None:
-        if self._coordinator is not None:
-            os.close(self._coordinator[1])  # or the coordinator would outlive its parent in us
+        self._close_family()
         super().main_work_horse(job, queue)
 
     def monitor_work_horse(self, job: RqJob, queue: Queue, execution: Execution) -> None:
         """Watch the horse until it is gone; then bury what it has left open."""
         ride = cast(Ride, self._ride)  # set by the fork
         job.started_at = now()
-        status = self._watch(ride, job, execution)
-        ride.hear()
+        self._watch(ride, job, execution)
         ride.rest()
-        os.close(ride.pipe)
+        open_left = bool(ride.running)
+        ride.horse.close()
         self._horse_pid, self._ride = 0, None
         self.executions.pop(execution.id, None)
-        if status == os.EX_OK and not ride.running:
+        if ride.horse.status != os.EX_OK or open_left:
+            self._bury_rider(ride, job, queue, execution)
+
+    # ---- in a horse
+
+    def _become_horse(self) -> Perform:
+        self._close_family()
+        clock.reseed()
+        self.setup_work_horse_signals()
+        self._is_horse = True
+        self.log_result_lifespan = False
+        os.environ["RQ_WORKER_ID"] = self.name
+        self._is_warm = True
+        return self._perform
+
+    def _close_family(self) -> None:
+        """Close what would keep the parent's other children waiting for us."""
+        if self._coordinator is not None:
+            os.close(self._coordinator[1])  # or the coordinator would outlive its parent in us
+        if self._horse is not None:
+            self._horse.close()
+
+    def setup_work_horse_signals(self) -> None:
+        super().setup_work_horse_signals()
+        # Between two functions a SIGTERM is remembered, so that no settle is cut in half.
+        signal.signal(signal.SIGTERM, interrupts.note_shutdown)
+
+    def _perform(self, order: Order) -> str | None:
+        """Run one order as RQ performs a job; the parent keeps the books."""
+        job = self.job_class(order.rq_id, connection=self.connection, serializer=self.serializer)
+        job.data, job.origin, job.timeout = order.data, order.queue, order.timeout
+        queue = next(q for q in self.queues if q.name == order.queue)
+        execution = Execution(order.execution_id, order.rq_id, self.connection, self.name)
+        execution._job = job
+        self.executions = {execution.id: execution}
+        self._raised = None
+        self.perform_job(job, queue, execution)
+        self.procline("Horse without an order")
+        return self._raised
+
+    def prepare_job_execution(self, job: RqJob, *args: Any, **kwargs: Any) -> None:
+        if not self._is_warm:
+            # Whatever the number of queues, ``Till`` puts messages there.
+            super().prepare_job_execution(job, remove_from_intermediate_queue=True)
             return
-        if self._stopped_job_id == job.id:
-            ride.killed = "stopped"
-        self._bury(ride, job.id)
-        if status != os.EX_OK:
-            with self._without_redis():
-                self._tell_rq(job, queue, execution, status)
+        self.procline(f"Processing {job.func_name} from {job.origin} since {_moment()}")
 
-    def _watch(self, ride: Ride, job: RqJob, execution: Execution) -> int:
-        """Return the horse's wait status. Each look takes at most GLANCE seconds, and no SQL."""
-        next_report = clock.monotonic() + self.job_monitoring_interval
-        with _exit_of(ride.pid) as gone:
-            while True:
-                gone(GLANCE, ride.pipe)
-                pid, status = os.waitpid(ride.pid, os.WNOHANG)
-                if pid:
-                    return status
-                ride.hear()
-                ride.beat()
-                self._cut_off(ride)
-                if clock.monotonic() >= next_report:
-                    next_report = clock.monotonic() + self.job_monitoring_interval
-                    self.maintain_heartbeats(job, execution)
+    def handle_execution_ended(self, job: RqJob, queue: Queue, heartbeat_ttl: int) -> None:
+        if not self._is_warm:
+            super().handle_execution_ended(job, queue, heartbeat_ttl)
+            return
+        job.ended_at = now()
 
-    def _cut_off(self, ride: Ride) -> None:
+    def handle_job_success(self, *args: Any, **kwargs: Any) -> None:
+        if not self._is_warm:
+            super().handle_job_success(*args, **kwargs)
+
+    def handle_exception(self, job: RqJob, *exc_info: Any) -> None:
+        if self._is_warm:
+            with suppress(NoSuchJobError), self._without_redis():
+                job.refresh()  # handlers may look at all of it
+        super().handle_exception(job, *exc_info)
+
+    def handle_job_failure(self, *args: Any, **kwargs: Any) -> None:
+        if not self._is_warm:
+            super().handle_job_failure(*args, **kwargs)
+            return
+        text: str = kwargs["exc_string"]
+        self._raised = text.encode(errors="replace")[-MOST_RAISED:].decode(errors="ignore")
+
+    # ---- when one must end
+
+    def _cut_off(self, ride: Ride, job: RqJob) -> None:
         """End a horse that has lost its lease, ran out of time, or stands in a shutdown's way."""
         moment = clock.monotonic()
         if ride.heart is not None and ride.heart.lost.is_set():
@@ -351,6 +463,11 @@ class DedupWorker(Worker):
         elif ride.deadline is not None and moment >= ride.deadline:
             ride.killed = ride.killed or "timeout"
             self.kill_horse(signal.SIGKILL)
+        elif (
+            job.timeout != -1
+            and moment >= ride.begun + (job.timeout or Queue.DEFAULT_TIMEOUT) + RQ_GRACE
+        ):
+            self.kill_horse(signal.SIGKILL)  # it hangs outside of any attempt
         elif self._interrupt_at is not None and moment >= self._interrupt_at:
             if ride.term_sent is None:
                 ride.term_sent = moment
@@ -361,7 +478,7 @@ class DedupWorker(Worker):
 
     def _signal_horse(self, ride: Ride, signum: signal.Signals) -> None:
         with suppress(ProcessLookupError):
-            os.kill(ride.pid, signum)
+            os.kill(ride.horse.pid, signum)
 
     def _bury(self, ride: Ride, rq_id: str) -> None:
         """End the attempts that the dead horse has left open: we have reaped it, so it is dead."""
@@ -436,6 +553,8 @@ class DedupWorker(Worker):
         pid = os.fork()
         if pid == 0:
             os.close(writing)
+            if self._horse is not None:
+                self._horse.close()
             _coordinate(reading, self.log)
         os.close(reading)
         self._coordinator = (pid, writing)
@@ -446,11 +565,19 @@ class DedupWorker(Worker):
         pid, pipe = self._coordinator
         self._coordinator = None
         os.close(pipe)
-        with _exit_of(pid) as gone:
-            gone(conf.get().TICK + 2.0, None)
-        if os.waitpid(pid, os.WNOHANG) == (0, 0):
+        gone = Exit(pid)
+        deadline = clock.monotonic() + conf.get().TICK + 2.0
+        while (alive := os.waitpid(pid, os.WNOHANG) == (0, 0)) and clock.monotonic() < deadline:
+            gone.wait(conf.get().TICK + 2.0)
+        gone.close()
+        if alive:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+def _moment() -> str:
+    """Return the time of day in UTC, for what ``ps`` shows."""
+    return f"{clock.utcnow():%H:%M:%S}"
 
 
 def _ending_of(killed: str, options: Options) -> Ending | None:
@@ -475,7 +602,9 @@ def _warm_up() -> None:
 
     with suppress(Exception):  # a wrong cache is a check's business, not the worker's end
         getattr(caches[conf.get().LOCK_CACHE], "client", None)
-    connections.close_all()
+    for connection in connections.all():  # each imports its driver
+        connection.close()
+    horse.freeze()
 
 
 def _coordinate(pipe: int, log: logging.Logger) -> None:
@@ -497,32 +626,3 @@ def _coordinate(pipe: int, log: logging.Logger) -> None:
         log.exception("The coordinator has ended")
         os._exit(1)
     os._exit(0)
-
-
-@contextmanager
-def _exit_of(pid: int) -> Iterator[Any]:
-    """
-    Yield ``wait(seconds, pipe)``, which returns early once the process ends or the pipe speaks.
-
-    By a pidfd where the system has them; elsewhere by waiting in small steps.
-    """
-    pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
-    poller = select.poll()
-    if pidfd is not None:
-        poller.register(pidfd, select.POLLIN)
-
-    hung_up: set[int] = set()
-
-    def wait(seconds: float, pipe: int | None) -> None:
-        if pipe is not None and pipe not in hung_up:
-            poller.register(pipe, select.POLLIN)
-        for fd, event in poller.poll((seconds if pidfd is not None else 0.05) * 1000):
-            if fd == pipe and event & select.POLLHUP:  # it would be ready for ever
-                hung_up.add(fd)
-                poller.unregister(fd)
-
-    try:
-        yield wait
-    finally:
-        if pidfd is not None:
-            os.close(pidfd)

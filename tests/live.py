@@ -96,12 +96,18 @@ def start_coordinator(spawn: Spawn, env: dict[str, str] | None = None, **changes
 
 
 def coordinator_of(parent: Spawned) -> int:
-    """Return the pid of an idle DedupWorker's only child."""
-    return until(lambda: _only(psutil.Process(parent.pid).children()), PATIENCE, what="one child")
+    """Return the pid of a DedupWorker's only child that has run no job."""
+    return until(lambda: _only(idle_children(parent)), PATIENCE, what="one such child")
 
 
-def _only(children: list[psutil.Process]) -> int | None:
-    return children[0].pid if len(children) == 1 else None
+def idle_children(parent: Spawned) -> list[int]:
+    """Return the pids of a worker's children that have run no job, so are no horses."""
+    horses = set(JobAttempt.objects.values_list("pid", flat=True))
+    return [c.pid for c in psutil.Process(parent.pid).children() if c.pid not in horses]
+
+
+def _only(pids: list[int]) -> int | None:
+    return pids[0] if len(pids) == 1 else None
 
 
 def is_running(pid: int) -> bool:

@@ -113,6 +113,7 @@ CACHE_URL = f"{REDIS}/{2 * WORKER_NUMBER + 1}"
 
 RQ_QUEUES = {name: {"URL": RQ_URL} for name in ("default", "high", "low")}
 RQ = {"WORKER_CLASS": ENV("DEDUPJOBS_TEST_WORKER", "dedupjobs.worker.DedupWorker")}
+RQ_EXCEPTION_HANDLERS = json.loads(ENV("DEDUPJOBS_TEST_HANDLERS", "[]"))
 CACHES = {"default": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": CACHE_URL}}
 
 TASKS = {

@@ -1,0 +1,227 @@
+"""
+RQ's books of our own deliveries, kept in few round trips.
+
+RQ writes what its own tools read (who works on what, since when, how it ended) in some twenty
+round trips a job, most of them heartbeats one command long. The same facts are written here in one
+transaction a delivery: the end of the last one and the beginning of this one, while it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, cast
+
+from redis import Redis
+from redis.client import Pipeline
+from redis.exceptions import NoPermissionError, ResponseError
+from rq import Queue, Worker
+from rq.executions import Execution, ExecutionRegistry
+from rq.job import Job as RqJob
+from rq.job import JobStatus
+from rq.results import Result
+from rq.suspension import WORKERS_SUSPENDED
+from rq.utils import as_text, now, utcformat
+
+from dedupjobs import clock, dispatch
+
+PLAIN = frozenset(
+    b"status created_at data started_at ended_at last_heartbeat worker_name origin description "
+    b"enqueued_at timeout result_ttl failure_ttl ttl".split()
+)
+"""Fields of a message that a delivery needs; callbacks, retries and the like are not ours."""
+
+LONGEST = 128 * 1024  # bytes of a delivery's call, of MOST_ROWS rows, and then some
+JOB_PREFIX = RqJob.redis_job_namespace_prefix
+
+# KEYS: queue, its intermediate list, the next queue, … ARGV[1]: how keys of RQ's jobs begin.
+# ARGV[2]: what exists while all workers are suspended; then it answers 1 and takes nothing.
+# Moves the first id that has a job to its intermediate list; answers {queue, id, the job's hash},
+# or nothing. RQ pops, then reads, and on several queues keeps no intermediate list.
+TAKE = """
+if redis.call('EXISTS', ARGV[2]) == 1 then return 1 end
+for i = 1, #KEYS, 2 do
+  while true do
+    local id = redis.call('LMOVE', KEYS[i], KEYS[i + 1], 'LEFT', 'RIGHT')
+    if not id then break end
+    local job = redis.pcall('HGETALL', ARGV[1] .. id)
+    if not job.err and #job > 0 then return {KEYS[i], id, job} end
+    redis.call('LREM', KEYS[i + 1], 1, id)
+  end
+end
+return false
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A message that was taken from a queue, with its hash as it stands in Redis."""
+
+    queue: Queue
+    rq_id: str
+    raw: dict[bytes, bytes]
+    data: bytes = b""
+    is_ours: bool = False
+
+    @classmethod
+    def of(cls, queue: Queue, rq_id: str, raw: dict[bytes, bytes]) -> Taken:
+        """Look whether it is a delivery as ``dispatch`` writes it, with none of RQ's extras."""
+        data = _data(raw)
+        ours = _names_our_entry(data) and not any(raw[f] for f in raw.keys() - PLAIN)
+        return cls(queue, rq_id, raw, data, ours and _number(raw, b"result_ttl") > 0)
+
+    @property
+    def timeout(self) -> int:
+        """RQ's time-out in seconds; -1 for none."""
+        return _number(self.raw, b"timeout") or Queue.DEFAULT_TIMEOUT
+
+
+def _number(raw: dict[bytes, bytes], name: bytes) -> int:
+    text = raw.get(name, b"")
+    return int(text) if text.removeprefix(b"-").isdigit() else 0
+
+
+def _data(raw: dict[bytes, bytes]) -> bytes:
+    reader = zlib.decompressobj()
+    try:
+        data = reader.decompress(raw.get(b"data", b""), LONGEST)
+    except zlib.error:
+        return b""
+    return b"" if reader.unconsumed_tail else data
+
+
+def _names_our_entry(data: bytes) -> bool:
+    try:
+        call = json.loads(data)
+    except ValueError:
+        return False
+    # As RQ writes a call: function, instance, arguments, keywords.
+    ours = isinstance(call, list) and call[:2] == [dispatch.ENTRY, None]
+    return ours and isinstance(call[2], list) and call[3:] == [{}]
+
+
+class Till:
+    """Takes messages, a round trip each."""
+
+    def __init__(self, connection: Redis) -> None:
+        self._script: Any = connection.register_script(TAKE)
+        self.works = True
+        self.is_closed = False  # it has seen that workers are suspended
+
+    def take(self, queues: Iterable[Queue]) -> Taken | None:
+        """Return the first message, if there is one; raises RedisError."""
+        if not self.works:
+            return None
+        by_key = {queue.key: queue for queue in queues}
+        keys = [key for q in by_key.values() for key in (q.key, q.intermediate_queue_key)]
+        try:
+            found = self._script(keys=keys, args=[JOB_PREFIX, WORKERS_SUSPENDED])
+        except ResponseError as error:
+            if not _is_unable(error):  # full, or read-only: it will be well again
+                raise
+            self.works = False
+            return None
+        self.is_closed = isinstance(found, int)
+        if not isinstance(found, list):
+            return None
+        key, rq_id, flat = found
+        raw = dict(zip(flat[::2], flat[1::2], strict=True))
+        return Taken.of(by_key[as_text(key)], as_text(rq_id), raw)
+
+
+def _is_unable(error: ResponseError) -> bool:
+    """Tell whether the server is too old, or lets us run no scripts."""
+    return isinstance(error, NoPermissionError) or "unknown" in str(error).lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A delivery of ours in RQ's books: who works on what, and for what queue."""
+
+    job: RqJob
+    queue: Queue
+    execution: Execution
+
+
+class Books:
+    """What RQ is to be told of this worker, kept until the next round trip."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._ended: list[tuple[Entry, datetime]] = []
+        self._told = ""  # the worker's state as Redis has it
+
+    def entry(self, job: RqJob, queue: Queue) -> Entry:
+        """Return what to begin: the job under a new execution."""
+        worker = self._worker
+        return Entry(job, queue, Execution(clock.token(), job.id, worker.connection, worker.name))
+
+    def end(self, entry: Entry) -> None:
+        """Note that the delivery was dealt with; written with the next one, or once idle."""
+        self._ended.append((entry, now()))
+
+    def tell(self, state: str, begun: Entry | None = None) -> None:
+        """Write what is not written yet, in one transaction; raises RedisError."""
+        if not self._ended and begun is None and state == self._told:
+            return
+        asked: list[tuple[int, Entry]] = []
+        with self._worker.connection.pipeline() as pipeline:
+            for entry, ended_at in self._ended:
+                asked.append((len(pipeline), entry))
+                self._write_end(entry, ended_at, pipeline)
+            if begun is not None:
+                self._write_begin(begun, pipeline)
+            if state != self._told:
+                pipeline.hset(self._worker.key, "state", state)
+            try:
+                found = pipeline.execute()
+            except ResponseError:
+                self._ended = []  # it would be refused again
+                raise
+        self._ended, self._told = [], state
+        for index, entry in asked:
+            if found[index]:
+                entry.queue.enqueue_dependents(entry.job)
+
+    def note_told(self, state: str) -> None:
+        """Note that RQ's own code has written the state."""
+        self._told = state
+
+    def _write_begin(self, entry: Entry, pipeline: Pipeline) -> None:
+        worker, job, execution = self._worker, entry.job, entry.execution
+        ttl = worker.get_heartbeat_ttl(job)
+        execution.save(ttl=ttl, pipeline=pipeline)
+        ExecutionRegistry(job.id, pipeline).add(execution=execution, ttl=ttl, pipeline=pipeline)
+        entry.queue.started_job_registry.add_execution(execution, pipeline=pipeline, ttl=ttl)
+        pipeline.sadd(execution.worker_executions_key, execution.composite_key)
+        pipeline.expire(execution.worker_executions_key, ttl + 60)
+        job.prepare_for_execution(worker.name, pipeline=pipeline)
+        pipeline.persist(job.key)
+        pipeline.lrem(entry.queue.intermediate_queue_key, 1, job.id)
+
+    def _write_end(self, entry: Entry, ended_at: datetime, pipeline: Pipeline) -> None:
+        """Ask for dependents, then write that the job has succeeded."""
+        worker, job, execution = self._worker, entry.job, entry.execution
+        ttl = job.get_result_ttl(worker.default_result_ttl)
+        pipeline.smembers(job.dependents_key)
+        worker.increment_successful_job_count(pipeline=pipeline)
+        worker.increment_total_working_time(ended_at - execution.created_at, pipeline)
+        ended = {"status": JobStatus.FINISHED.value, "ended_at": utcformat(ended_at)}
+        pipeline.hset(job.key, mapping=cast(Any, ended))
+        Result.create(
+            job,
+            Result.Type.SUCCESSFUL,
+            ttl,
+            worker_name=worker.name,
+            pipeline=pipeline,
+            execution_id=execution.id,
+            execution_started_at=execution.created_at,
+            execution_ended_at=ended_at,
+        )
+        entry.queue.finished_job_registry.add(job, ttl, pipeline)
+        pipeline.expire(job.key, ttl)
+        pipeline.expire(job.dependents_key, ttl)
+        execution.delete(job=job, pipeline=pipeline)
