@@ -2,8 +2,8 @@
 One action on all rows that match a filter, done by a job of ours: pages of PAGE rows.
 
 The changes, their records and the cursor are one transaction per page, so that a run which dies
-is taken up where it was, and nothing is done twice. A page that the database refuses is done
-again row by row: one bad row stops none of the others.
+is taken up where it was, and nothing is done twice. Rows that are alike are moved by one statement.
+A page that the database refuses is done again row by row: one bad row stops none of the others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from django.contrib.auth import get_user_model
@@ -35,11 +35,13 @@ from dedupjobs import (
     probes,
 )
 from dedupjobs.clock import DbNow
+from dedupjobs.exceptions import StaleVersion
 from dedupjobs.journal import Entry
 from dedupjobs.locks import Grip
 from dedupjobs.models import BulkOperation, BulkRefusal, Operation, ProcessedJob, Status
 
-PAGE = 200
+PAGE = 500
+FEW = 10  # rows that are alike are moved one by one
 SLICE = 60.0  # seconds of one attempt; then the next one goes on, and other jobs get their turn
 KEPT = timedelta(days=30)  # that an ended bulk operation stays in the tables
 IN_USE = gettext_lazy("in use by a transaction of somebody else")
@@ -142,7 +144,7 @@ def page(pk: int) -> str:
         return _end(bulk, _("done"))
     try:
         _do(bulk, pks, one_by_one=False)
-    except DatabaseError:
+    except (DatabaseError, StaleVersion):
         _do(bulk, pks, one_by_one=True)
     probes.reach("bulk.page")
     return ""
@@ -152,6 +154,8 @@ def page(pk: int) -> str:
 class _Written:
     """What a page leaves in the tables besides the changes themselves."""
 
+    at: datetime
+    done: list[tuple[ProcessedJob, Status]] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     refusals: list[BulkRefusal] = field(default_factory=list)
@@ -161,7 +165,7 @@ class _Written:
 
 
 def _do(bulk: BulkOperation, pks: Sequence[int], *, one_by_one: bool) -> None:
-    written = _Written()
+    written = _Written(at=lifecycle.database_now())
     alias = lifecycle.alias()
     with transaction.atomic(using=alias):
         # The guard of the page: two runs of one bulk operation can not both take it.
@@ -170,22 +174,40 @@ def _do(bulk: BulkOperation, pks: Sequence[int], *, one_by_one: bool) -> None:
             return
         chosen = rows_of(bulk).filter(pk__in=pks).order_by("pk")
         there = set(chosen.values_list("pk", flat=True))
-        free = list(lifecycle.skip_locked(chosen))
+        free = list(lifecycle.skip_locked(chosen.defer("result", "error")))
         for pk in sorted(there - {row.pk for row in free}):
             written.refuse(bulk, pk, str(IN_USE))
-        orphans = operations.orphans(free) if bulk.action == "free lock" else {}
-        for row in free:
-            if bulk.action == "free lock":
+        if bulk.action == "free lock":
+            orphans = operations.orphans(free)
+            for row in free:
                 _free_lock(bulk, row, orphans.get(row.pk), written)
-            else:
-                _do_one(bulk, row, written, apart=one_by_one)
+        else:
+            moved = set() if one_by_one else _do_alike(bulk, free, written)
+            for row in free:
+                if row.pk not in moved:
+                    _do_one(bulk, row, written, apart=one_by_one)
         Operation.objects.using(alias).bulk_create(written.operations)
         BulkRefusal.objects.using(alias).bulk_create(written.refusals)
         journal.write(bulk.user_pk, written.entries)
+        operations.tell_all(bulk.action, written.done, bulk.by)
         _all().filter(pk=bulk.pk).update(
             changed=F("changed") + len(written.entries),
             refused=F("refused") + len(written.refusals),
         )
+
+
+def _do_alike(bulk: BulkOperation, rows: Sequence[ProcessedJob], written: _Written) -> set[int]:
+    """Move many rows by few statements, and return which; raises StaleVersion as they do."""
+    moved: set[int] = set()
+    for group in operations.alike(bulk.action, rows, bulk.limit).values():
+        if len(group) > FEW:
+            after = operations.move_alike(
+                bulk.action, group, by=bulk.by, reason=bulk.reason, limit=bulk.limit
+            )
+            for row in group:
+                _note(bulk, row, after, written)
+            moved.update(row.pk for row in group)
+    return moved
 
 
 def _do_one(bulk: BulkOperation, row: ProcessedJob, written: _Written, *, apart: bool) -> None:
@@ -222,12 +244,13 @@ def _note(bulk: BulkOperation, row: ProcessedJob, after: Status, written: _Writt
     action = bulk.action
     gone = action == "purge" and not lifecycle.jobs().filter(pk=row.pk).exists()
     if not gone:
-        done = operations.record(action, row, after, by=bulk.by, reason=bulk.reason)
+        facts = {"by": bulk.by, "reason": bulk.reason}
+        done = operations.record(action, row, after, **facts, at=written.at)
         done.bulk = bulk
         written.operations.append(done)
     words = journal.line(action, row.status, after, f"{bulk.reason} (bulk {bulk.pk})")
     written.entries.append(Entry(row=row, words=words, gone=gone))
-    operations.tell(action, row, after, bulk.by)
+    written.done.append((row, after))
     if after == Status.CANCELLED and action == "cancel":
         operations.free_message(row)
 

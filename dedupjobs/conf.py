@@ -45,6 +45,7 @@ class Settings:
     FOREIGN_PICKLE: bool = False  # may a DedupWorker run others' RQ jobs, pickled ones too
     PRUNE_EVERY: float = 3600.0  # between two looks for rows out of retention
     FOLD_EVERY: float = 10.0  # between two moves of the duplicates' counts into the tables
+    SUMMARISE_EVERY: float = 20.0  # between two looks at what ended, for the dashboard's charts
     PUSH_TIMEOUT: float = 0.25  # that a web request may lose to Redis each second
     LOCK_TIMEOUT: float = 0.5  # for one lock command
     MAX_PAYLOAD: int = 64 * 1024

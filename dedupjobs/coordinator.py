@@ -20,7 +20,18 @@ from django.db import DatabaseError, connections
 from django.db.models import Q
 from redis.exceptions import RedisError
 
-from dedupjobs import clock, conf, counters, dispatch, lifecycle, locks, registry, signals, stats
+from dedupjobs import (
+    clock,
+    conf,
+    counters,
+    dispatch,
+    lifecycle,
+    locks,
+    registry,
+    signals,
+    stats,
+    summaries,
+)
 from dedupjobs.clock import DbNow
 from dedupjobs.dispatch import Delivery
 from dedupjobs.lifecycle import Lost, Pruned
@@ -105,6 +116,9 @@ class Coordinator:
         handed_over = self.hand_over(queues)
         if self._is_time("fold", conf.get().FOLD_EVERY):
             self.fold()
+        if self._is_time("summarise", conf.get().SUMMARISE_EVERY):
+            with _one_row():
+                summaries.keep()
         due = self._is_time("prune", conf.get().PRUNE_EVERY)
         return Round(
             scheduled=scheduled,
@@ -409,7 +423,7 @@ def _send(rows: list[ProcessedJob]) -> _Sent:
 
 @contextmanager
 def _one_row() -> Iterator[None]:
-    """Let a row that the database refuses stop nobody behind it; a lost connection goes on up."""
+    """Let what the database refuses stop nobody behind it; a lost connection goes on up."""
     try:
         yield
     except DatabaseError as error:

@@ -21,7 +21,7 @@ from django.db.models.functions import Coalesce
 
 from dedupjobs import conf, lifecycle, registry
 from dedupjobs.clock import DbNow
-from dedupjobs.models import AttemptOutcome, ProcessedJob, Status
+from dedupjobs.models import AttemptOutcome, Cause, DuplicateSample, ProcessedJob, Status
 
 Rows = QuerySet[ProcessedJob]
 
@@ -118,11 +118,23 @@ def _lost() -> Any:
     return lifecycle.attempts().filter(outcome=AttemptOutcome.LOST)
 
 
+def _failed() -> Any:
+    failures = (AttemptOutcome.FAILED, AttemptOutcome.TIMED_OUT, AttemptOutcome.LOST)
+    return lifecycle.attempts().filter(outcome__in=failures, ended_at__gt=DbNow(-86_400))
+
+
+def _contended() -> Any:
+    samples = DuplicateSample._base_manager.using(lifecycle.alias())
+    return samples.filter(cause=Cause.RACE)
+
+
 CONDITIONS: dict[str, Callable[[Rows], Rows]] = {
     "stuck": _of(stuck),
     "silent": _of(silent),
     "lost": _of(_lost),
     "duplicates": lambda rows: rows.filter(duplicates__gt=0),
+    "failed": _of(_failed),
+    "contended": _of(_contended),
 }
 
 FILTERS: dict[str, Callable[[Rows, str], Rows]] = {

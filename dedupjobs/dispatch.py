@@ -389,6 +389,11 @@ def memory(queue: str) -> wire.Memory:
         return wire.memory_of(producer.client)
 
 
+def client_of(queue: str) -> wire.Client:
+    """Return the client that pushes to a queue."""
+    return _producer(queue).wire
+
+
 def touch_epoch(queue: str, *, ttl: int) -> bool:
     """
     Renew the key that proves that the queue's server was not wiped; False if it is missing.

@@ -181,6 +181,16 @@ def name_of(pk: int) -> str:
     return _name(f"lock:{{{pk}}}")
 
 
+def leader() -> Seen | None:
+    """Return the coordinator that leads, and for how long yet; raises what Redis raises."""
+    name = _leader(1).name
+    pipe = _client().pipeline(transaction=False)
+    pipe.get(name)
+    pipe.pttl(name)
+    value, left = pipe.execute()
+    return None if value is None else Seen(owner=_text(value), ttl=_ttl(left))
+
+
 def holder(pk: int) -> str | None:
     """Return the owner in the lock's value, or None if it is free; raises what Redis raises."""
     value = _value(name_of(pk))

@@ -199,7 +199,8 @@ class JobAttempt(models.Model):
             models.UniqueConstraint(fields=["job", "number"], name="dedupjobs_one_per_number")
         ]
         indexes = [
-            models.Index(fields=["outcome"], name="dedupjobs_outcome"),
+            # Finds what is open, and what ended in one minute, without a second index.
+            models.Index(fields=["outcome", "ended_at"], name="dedupjobs_outcome"),
             models.Index(fields=["error_class"], name="dedupjobs_error"),
         ]
 
@@ -271,6 +272,40 @@ class Fold(models.Model):
         return self.token
 
 
+class Summary(models.Model):
+    """
+    What ended in one minute or hour, in one queue and of one job; "" stands for all of them.
+
+    Made from the tables, as often as one likes: each time the same, so nothing counts twice.
+    ``delays`` and ``runs`` are histograms (``summaries.EDGES``), ``gauges`` what stood there.
+    """
+
+    span = models.PositiveIntegerField(help_text="Seconds.")
+    begin = UtcDateTimeField()
+    queue = models.CharField(max_length=100, blank=True)
+    name = models.CharField(max_length=200, blank=True)
+    counted = models.BooleanField(default=False)
+    succeeded = models.PositiveBigIntegerField(default=0)
+    failed = models.PositiveBigIntegerField(default=0)
+    timed_out = models.PositiveBigIntegerField(default=0)
+    lost = models.PositiveBigIntegerField(default=0)
+    other = models.PositiveBigIntegerField(default=0)
+    delays = models.TextField(default="{}")
+    runs = models.TextField(default="{}")
+    gauges = models.TextField(default="{}")
+
+    class Meta:
+        default_permissions = ()
+        constraints = [
+            models.UniqueConstraint(
+                fields=["span", "begin", "queue", "name"], name="dedupjobs_one_summary"
+            )
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.begin} {self.queue} {self.name}"
+
+
 class BulkOperation(models.Model):
     """
     One action on all rows that match a filter; a job of ours does it, a page at a time.
@@ -338,3 +373,16 @@ class Operation(models.Model):
 
     def __str__(self) -> str:
         return f"{self.job_id} {self.action} by {self.by}"
+
+
+class Dashboard(ProcessedJob):
+    """Gives the dashboard its place among the admin's pages; it has no table of its own."""
+
+    class Meta:
+        proxy = True
+        verbose_name = _("dashboard")
+        verbose_name_plural = _("dashboard")
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return str(self._meta.verbose_name)

@@ -96,8 +96,67 @@ def move(
     return _arrow(action, row, by, reason, limit)()
 
 
-def record(action: str, row: ProcessedJob, after: Status, *, by: str, reason: str) -> Operation:
-    """Return the unsaved record of a change."""
+def alike(
+    action: str, rows: Sequence[ProcessedJob], limit: int | None = None
+) -> dict[tuple[str, int], list[ProcessedJob]]:
+    """Return the rows to which one statement does what their arrows would, by what they share."""
+    found: dict[tuple[str, int], list[ProcessedJob]] = {}
+    if action in _ALIKE:
+        for row in rows:
+            fits = limit is None or raises(row, limit)
+            if fits and row.rerun_args is None and applies(action, row):
+                found.setdefault((row.status, row.version), []).append(row)
+    return found
+
+
+def move_alike(
+    action: str, rows: Sequence[ProcessedJob], *, by: str, reason: str, limit: int | None = None
+) -> Status:
+    """
+    Make an action's change to rows that are ``alike``, in one statement, and no record of it.
+
+    Raises StaleVersion if one of them has moved on: the caller rolls back.
+    """
+    pks, first = [row.pk for row in rows], rows[0]
+    if _ALIKE[action](pks, first, _words(by, reason), limit or 0) != len(pks):
+        raise StaleVersion(f"{action}: of {len(pks)} rows some have changed")
+    status = Status(first.status)
+    return status if status == Status.RUNNING else _AFTER.get(action, status)
+
+
+def _words(by: str, reason: str) -> str:
+    return f"by {by}: {reason}" if reason else f"by {by}"
+
+
+_ALIKE: dict[str, Callable[[list[int], ProcessedJob, str, int], int]] = {
+    "cancel": lambda pks, row, words, _most: lifecycle.cancel_alike(
+        pks, row.version, f"cancelled {words}"
+    ),
+    "hold": lambda pks, row, words, _most: lifecycle.hold_alike(pks, row.version, f"held {words}"),
+    "unhold": lambda pks, row, _words, _most: lifecycle.unhold_alike(pks, row.version),
+    "retry": lambda pks, row, _words, _most: lifecycle.retry_alike(pks, row.version),
+    "limit": lambda pks, row, _words, most: lifecycle.limit_alike(
+        pks, row.version, most, row.status
+    ),
+}
+_AFTER = {
+    "cancel": Status.CANCELLED,
+    "hold": Status.HELD,
+    "unhold": Status.PENDING,
+    "retry": Status.PENDING,
+}
+
+
+def record(
+    action: str,
+    row: ProcessedJob,
+    after: Status,
+    *,
+    by: str,
+    reason: str,
+    at: datetime | None = None,
+) -> Operation:
+    """Return the unsaved record of a change; ``at``: where many rows share one moment."""
     return Operation(
         job_id=row.pk,
         action=action,
@@ -105,20 +164,31 @@ def record(action: str, row: ProcessedJob, after: Status, *, by: str, reason: st
         reason=_named(row, reason) if action == "cancel" else reason,
         before=row.status,
         after=after,
-        at=DbNow(),
+        at=at or DbNow(),
     )
 
 
 def tell(action: str, row: ProcessedJob, after: Status, by: str) -> None:
-    """Say after the commit what was done, and free what a cancelled job had in Redis."""
-    facts: dict[str, Any] = {"job_pk": row.pk, "action": action, "by": by, "after": after}
-    change = Change.of(row, after, version=row.version + 1)
+    """Say after the commit what was done."""
+    tell_all(action, [(row, after)], by)
+
+
+def tell_all(action: str, done: Sequence[tuple[ProcessedJob, Status]], by: str) -> None:
+    """Say after the commit what was done to many rows; the changes of one job in one go."""
+    changes: dict[str, list[Change]] = {}
+    for row, after in done:
+        change = Change.of(row, after, version=row.version + 1)
+        changes.setdefault(row.name, []).append(change)
 
     def say() -> None:
-        signals.tell(signals.operated, row.name, **facts)
-        signals.tell(signals.job_changed, row.name, changes=[change])
+        for row, after in done:
+            facts: dict[str, Any] = {"job_pk": row.pk, "action": action, "by": by, "after": after}
+            signals.tell(signals.operated, row.name, **facts)
+        for name, theirs in changes.items():
+            signals.tell(signals.job_changed, name, changes=theirs)
 
-    _after_commit(say)
+    if done:
+        _after_commit(say)
 
 
 def free_message(row: ProcessedJob) -> None:
@@ -311,8 +381,7 @@ def orphans(rows: Sequence[ProcessedJob]) -> dict[int, str]:
 def _arrow(
     action: str, row: ProcessedJob, by: str, reason: str, most: int | None = None
 ) -> Callable[[], Status | None]:
-    pk, version = row.pk, row.version
-    words = f"by {by}: {reason}" if reason else f"by {by}"
+    pk, version, words = row.pk, row.version, _words(by, reason)
     match action:
         case "cancel":
             return lambda: lifecycle.cancel(pk, version, f"cancelled {words}")

@@ -30,6 +30,7 @@ def test_defaults_are_those_of_the_design() -> None:
         "FOREIGN_PICKLE": False,
         "PRUNE_EVERY": 3600.0,
         "FOLD_EVERY": 10.0,
+        "SUMMARISE_EVERY": 20.0,
         "PUSH_TIMEOUT": 0.25,
         "LOCK_TIMEOUT": 0.5,
         "STATUS_CACHE": "default",

@@ -267,19 +267,6 @@ def test_watched_stats_come_again_until_they_are_stopped(process_env: dict[str, 
     assert (watching.returncode, errors) == (0, "")
 
 
-@pytest.mark.parametrize("command", ["dedupjobs_stats", "dedupjobs_doubts", "dedupjobs_doctor"])
-def test_unknown_flag_is_answered_with_usage_and_code_2(
-    process_env: dict[str, str], command: str
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "django", command, "--nonsense"],
-        env=process_env, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "usage:" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 # ---- doubts
 
 

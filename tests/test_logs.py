@@ -234,7 +234,7 @@ def test_text_from_outside_begins_no_line_of_its_own(heard: Any, text: str) -> N
             name=text.replace("\x00", ""), key=text.replace("\x00", "")
         )
         run(row)
-        operations.cancel(jobs.record.enqueue(tag="b").job, by=text)
+        operations.cancel(jobs.record.enqueue(tag="b").job, by=text.replace("\x00", ""))
         signals.tell(signals.hand_over_failed, text, queue=text, count=1, error=OSError(text))
     for record in heard():
         words = [record.getMessage(), *map(str, facts(record).values())]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -42,7 +44,7 @@ from dedupjobs.models import JobAttempt, ProcessedJob, Status
 from dedupjobs.registry import FOREVER, job
 from tests import live
 from tests.app import jobs
-from tests.rows import alter, alter_attempt, at, claimed, expire, race, tables_missing
+from tests.rows import Side, alter, alter_attempt, at, claimed, expire, race, tables_missing
 from tests.servers import Valkey
 from tests.waiting import until
 
@@ -227,23 +229,23 @@ def test_lock_that_is_gone_before_the_end_is_counted_once(client: redis.Redis, g
 def test_beat_that_finds_the_lock_gone_is_counted_and_the_release_not_again(
     client: redis.Redis, tmp_path: Any
 ) -> None:
-    row = jobs.wait.enqueue(
-        tag="a",
-        release=str(tmp_path / "go"),
-    ).job
-    thread = threading.Thread(target=run, args=[row])
-    thread.start()
-    until(lambda: client.delete(live.lock_name(row.pk)), 20, what="it runs and has its lock")
-    before = ProcessedJob.objects.get(pk=row.pk).version
-    until(
-        lambda: JobAttempt.objects.get().beat_at > JobAttempt.objects.get().claimed_at,
-        20,
-        what="a beat, which renews the lock",
-    )
-    (tmp_path / "go").touch()
-    thread.join(30)
-    assert ProcessedJob.objects.get(pk=row.pk).version == before + 1
+    release = tmp_path / "go"
+    row = jobs.wait.enqueue(tag="a", release=str(release)).job
+    side = Side(run, row)
+    try:
+        live.begun("a")
+        client.delete(live.lock_name(row.pk))
+        _wait_for_a_beat()
+        _wait_for_a_beat()  # which finds it gone, too
+    finally:
+        release.touch()
+    assert side.result() == Status.SUCCEEDED
     assert counted("lock_expired_before_completion_total") == {("testapp.wait",): 1}
+
+
+def _wait_for_a_beat() -> None:
+    now = lifecycle.database_now()
+    until(lambda: JobAttempt.objects.get().beat_at > now, 20, what="a beat")
 
 
 def test_lock_of_a_successor_is_no_expired_one(client: redis.Redis) -> None:
@@ -295,7 +297,9 @@ def test_races_of_many_calls_count_at_most_the_calls_that_lost() -> None:
 
 def test_attempt_that_is_reclaimed_is_counted_as_stale_lost_recovered_and_retried() -> None:
     claim = claimed(jobs.record.enqueue(tag="a").job)
-    expire(claim, seconds=40)  # its last beat was 60 s before that
+    now = lifecycle.database_now()
+    beat_at, lease_until = now - timedelta(seconds=100), now - timedelta(seconds=99)
+    alter_attempt(claim, beat_at=beat_at, lease_until=lease_until)
     recovering = Coordinator()
     until(recovering.reclaim, 60, every=0.1, what="the second witness")
     assert counted("stale_processing_records_total") == {(RECORD,): 1}
@@ -429,6 +433,16 @@ def test_web_process_pays_when_a_request_has_ended_and_at_most_once_a_second() -
     assert counters.read().counters["attempts_total"] == {("FAILED", RECORD): 2}
 
 
+def test_process_that_ends_pays_what_it_owes(process_env: dict[str, str]) -> None:
+    code = (
+        "import django; django.setup()\n"
+        "from dedupjobs import counters\n"
+        f"for _ in range(3): counters.add('attempts_total', 'FAILED', '{RECORD}')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], env=process_env, check=True)
+    assert counters.read().counters["attempts_total"] == {("FAILED", RECORD): 3}
+
+
 # ---- the gauges
 
 
@@ -518,7 +532,9 @@ def test_forged_fields_are_ignored_or_other_and_crash_nobody(client: redis.Redis
         'dedupjobs_attempts_total{job="other",outcome="FAILED"} 3.0',
         'dedupjobs_attempts_total{job="other",outcome="other"} 4.0',
     ]
-    run(jobs.record.enqueue(tag="a"))  # counts on
+    with counters.gathering():  # one payment, of which one field can not be counted
+        counters.add("attempts_total", "FAILED", RECORD)
+        run(jobs.record.enqueue(tag="a"))
     assert counted("attempts_total")[("SUCCEEDED", RECORD)] == 1
 
 
@@ -580,7 +596,8 @@ def test_scrape_while_redis_is_away_answers_soon_with_what_the_tables_say(
     assert "dedupjobs_redis_up 0.0" in text
     assert "dedupjobs_database_up 1.0" in text
     assert 'dedupjobs_backlog{queue="default"} 0.0' in text
-    assert not any(line.startswith("dedupjobs_attempts_total") for line in text), "no false 0"
+    for name in ("attempts_total", "lock_acquire_success_total", "cache_misses_total"):
+        assert not any(line.startswith(f"dedupjobs_{name}") for line in text), "no false 0"
 
 
 def test_scrape_without_tables_answers_with_what_redis_says_and_no_false_0() -> None:

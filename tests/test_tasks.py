@@ -168,6 +168,24 @@ def test_pruned_result_is_gone() -> None:
         tasks.mail.get_result(result.id)
 
 
+def test_key_that_outlives_its_pruned_run_still_answers() -> None:
+    result = run(tasks.mail, 7)
+    alter(row_of(result), finished_at=datetime(2020, 1, 1, tzinfo=UTC))
+    lifecycle.prune(tasks.mail.module_path, older_than=1, limit=10)
+    again = tasks.mail.enqueue(7)
+    assert (again.kind, again.status, again.args) == (Kind.REPLAYED, "SUCCESSFUL", [])
+    with pytest.raises(NoResult, match="result was pruned"):
+        again.return_value  # noqa: B018
+
+
+def test_result_of_a_function_whose_arguments_have_changed_has_those_that_are_left() -> None:
+    result = tasks.mail.enqueue(7, text="t")
+    stored = row_of(result).args.replace('"text":', '"old":')
+    alter(row_of(result), args=stored)
+    result = tasks.mail.get_result(result.id)
+    assert (result.args, result.kwargs) == ([7], {})
+
+
 def test_result_is_json_as_the_framework_has_it() -> None:
     assert run(tasks.give_tuple).return_value == [1, [2, 3]]
 

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from asgiref.sync import async_to_sync
@@ -34,6 +35,7 @@ from dedupjobs.testing import (
 from tests.app import guarded, jobs
 from tests.app.models import Ledger
 from tests.rows import job_row
+from tests.shop import Project
 
 
 def effects(tag: str) -> int:
@@ -484,6 +486,89 @@ def test_fixture_leaves_a_transactional_test_transactional(dedupjobs_inline: Cal
     assert not connection.in_atomic_block
     jobs.record.enqueue(tag="a")
     assert effects("a") == 1
+
+
+# ---- other test runners
+
+SHOP_TESTS = """
+from django.core import mail
+from django.db import transaction
+from django.test import TestCase, TransactionTestCase
+from dedupjobs.testing import captured_jobs, inline
+from shop.jobs import send_receipt
+
+
+class InTestCase(TestCase):
+    def setUp(self):
+        self.calls = self.enterContext(inline())
+
+    def test_view_that_is_asked_twice_sends_one_receipt(self):
+        for _ in range(2):
+            self.client.get("/pay/7/")
+        self.assertEqual([m.subject for m in mail.outbox], ["Receipt 7"])
+        self.calls.assert_deduplicated(send_receipt, key="receipt:7", times=1)
+
+
+class InTransactionTestCase(TransactionTestCase):
+    def test_receipt_waits_for_the_commit(self):
+        with inline():
+            with transaction.atomic():
+                self.client.get("/pay/8/")
+                self.assertEqual(mail.outbox, [])
+            self.assertEqual(len(mail.outbox), 1)
+
+    @captured_jobs()
+    def test_nothing_runs_where_calls_are_captured(self):
+        self.client.get("/pay/8/")
+        self.assertEqual(mail.outbox, [])
+"""
+SHOP_VIEWS = """
+from django.http import JsonResponse
+from shop.jobs import send_receipt
+
+def pay(request, order_id):
+    send_receipt.enqueue(order_id)
+    return JsonResponse({})
+"""
+SHOP_JOBS = """
+from dedupjobs import FOREVER, job
+from django.core.mail import send_mail
+
+@job(key="receipt:{order_id}", unique_for=FOREVER)
+def send_receipt(order_id):
+    send_mail(f"Receipt {order_id}", "Thank you.", None, ["ada@example.com"])
+"""
+
+
+@pytest.fixture
+def shop(tmp_path: Path, black_hole: socket.socket) -> Project:
+    """A project with tests of its own, whose Redis takes connections and never answers."""
+    url = f"redis://127.0.0.1:{black_hole.getsockname()[1]}/0"
+    made = Project(tmp_path, "shop", "django_rq", "dedupjobs")
+    caches = {"default": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": url}}
+    made.put(
+        "shop/settings.py",
+        f"CACHES = {caches!r}\nRQ_QUEUES = {{'default': {{'URL': {url!r}}}}}\n"
+        'RQ = {"WORKER_CLASS": "dedupjobs.worker.DedupWorker"}\n',
+    )
+    made.put("shop/tests.py", SHOP_TESTS)
+    made.put("shop/views.py", SHOP_VIEWS)
+    made.put("shop/jobs.py", SHOP_JOBS)
+    return made
+
+
+@pytest.mark.large
+@pytest.mark.django_db
+@pytest.mark.parametrize("runner", ["manage.py test", "manage.py test --parallel 2", "pytest -n 2"])
+def test_projects_own_test_runner_needs_no_redis(
+    shop: Project, runner: str, black_hole: socket.socket
+) -> None:
+    if runner.startswith("pytest"):
+        told = shop.run("-m", "pytest", "-q", "-n", "2", "--ds", "shop.settings", "shop/tests.py")
+        assert "3 passed" in told
+    else:
+        shop.run(*runner.split())
+    assert_nobody_came(black_hole)
 
 
 # ---- outside tests

@@ -2,16 +2,18 @@
 The admin: see why a job is where it is, and put it right.
 
 Registered on the default site; on another one, call ``register(site)``. Lists read
-``criteria``, sentences come from ``why``, differences from ``truth``, changes go through ``deeds``.
+``criteria``, sentences come from ``why``, differences from ``truth``, changes go through ``deeds``;
+the dashboard is ``board``, drawn by ``charts``.
 """
 
 from __future__ import annotations
 
 from django.contrib import admin
 
+from dedupjobs.admin.dashboard import DashboardAdmin
 from dedupjobs.admin.jobs import ProcessedJobAdmin
 from dedupjobs.admin.plain import PLAIN
-from dedupjobs.models import ProcessedJob
+from dedupjobs.models import Dashboard, ProcessedJob
 
 __all__ = ["ProcessedJobAdmin", "register"]
 
@@ -19,6 +21,7 @@ __all__ = ["ProcessedJobAdmin", "register"]
 def register(site: admin.AdminSite) -> None:
     """Show dedupjobs' pages on an admin site."""
     site.register(ProcessedJob, ProcessedJobAdmin)
+    site.register(Dashboard, DashboardAdmin)
     for model, kind in PLAIN.items():
         site.register(model, kind)
 

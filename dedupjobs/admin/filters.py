@@ -42,8 +42,10 @@ class ConditionFilter(Filter):
         return [
             ("stuck", _("stuck: lease expired")),
             ("silent", _("silent: beats, no activity")),
+            ("failed", _("failed within a day")),
             ("lost", _("lost attempts")),
             ("duplicates", _("duplicates")),
+            ("contended", _("contended of late")),
         ]
 
 

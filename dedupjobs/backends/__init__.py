@@ -21,7 +21,7 @@ from django.utils import timezone
 from django.utils.module_loading import import_string
 
 from dedupjobs import registry
-from dedupjobs.backends import entries, options, receivers, results
+from dedupjobs.backends import arguments, entries, options, receivers, results
 from dedupjobs.backends.framework import (
     BaseTaskBackend,
     InvalidTask,
@@ -84,7 +84,7 @@ class DedupBackend(BaseTaskBackend):
             run_after=_aware(task.run_after),
             key=task.call_key,
         )
-        outcome = variant.enqueue(*given, **named, **entries.shape_of(given, named))
+        outcome = variant.enqueue(*given, **named, **arguments.shape_of(given, named))
         result = results.result_of(task, outcome.job, outcome)
         if outcome.kind not in TURNED_AWAY:
             receivers.tell_enqueued(type(self), result)

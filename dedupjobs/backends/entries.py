@@ -12,14 +12,13 @@ from typing import Any
 from django.apps import apps
 from django.utils.module_loading import import_string
 
-from dedupjobs import keys, registry
+from dedupjobs import registry
 from dedupjobs.backends import results
+from dedupjobs.backends.arguments import SHAPE, signature_of
 from dedupjobs.backends.framework import TaskContext, normalize_json
 from dedupjobs.backends.tasks import DedupTask
 from dedupjobs.context import current_attempt
 from dedupjobs.registry import Job
-
-SHAPE = "_call"  # the argument that remembers how the others were passed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +37,7 @@ def name_of(task: Any) -> str:
 
 def register(name: str, task: Any, declared: Declared) -> Job[..., Any]:
     """Make a job of a task."""
-    run, signature = _entry(task), _signature(task)
+    run, signature = _entry(task), signature_of(task)
     run.__dict__.update(task=task, declared=declared, __signature__=signature)
     window = {} if declared.key is None else {"unique_for": declared.unique_for}
     made: Job[..., Any] = registry.job(
@@ -92,31 +91,6 @@ def load(name: str) -> None:
 def all_arguments(**arguments: Any) -> Any:
     """Be the key that is all arguments."""
     return arguments
-
-
-def shape_of(args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the argument that remembers which of the others were passed, and how."""
-    return {SHAPE: [len(args), sorted(kwargs)]}
-
-
-def passed(task: Any, text: str) -> tuple[list[Any], dict[str, Any]]:
-    """Return args and kwargs as the call had them, from what is stored."""
-    values = keys.decode(text)
-    count, names = values.pop(SHAPE, None) or [0, sorted(values)]
-    signature = _signature(task)
-    bound = inspect.BoundArguments(signature, values)
-    rest = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
-    named = {**values, **values.get(rest, {})}
-    return list(bound.args[:count]), {name: named[name] for name in names}
-
-
-def _signature(task: Any) -> inspect.Signature:
-    """Return the function's signature without its context, and with SHAPE."""
-    signature = inspect.signature(task.func)
-    parameters = list(signature.parameters.values())[1 if task.takes_context else 0 :]
-    at = next((i for i, p in enumerate(parameters) if p.kind is p.VAR_KEYWORD), len(parameters))
-    parameters.insert(at, inspect.Parameter(SHAPE, inspect.Parameter.KEYWORD_ONLY, default=None))
-    return signature.replace(parameters=parameters)
 
 
 def _of_arguments(key: Any) -> Any:

@@ -10,7 +10,7 @@ from django.conf import settings
 from django.utils import timezone
 
 from dedupjobs import exceptions, keys, lifecycle, seal
-from dedupjobs.backends import entries
+from dedupjobs.backends import arguments
 from dedupjobs.backends.framework import TaskError, TaskResultStatus
 from dedupjobs.backends.tasks import DedupTaskResult
 from dedupjobs.client import Outcome
@@ -37,7 +37,7 @@ def result_of(task: Any, row: ProcessedJob, outcome: Outcome | None = None) -> D
     if task.queue_name != row.queue:
         task = replace(task, queue_name=row.queue)
     attempts = _attempts(row)
-    args, kwargs = entries.passed(task, row.args)
+    args, kwargs = arguments.passed(task, row.args)
     result = DedupTaskResult(
         task=task,
         id=id_of(row),
@@ -55,8 +55,14 @@ def result_of(task: Any, row: ProcessedJob, outcome: Outcome | None = None) -> D
         reason=outcome.reason if outcome else "",
     )
     if row.status == Status.SUCCEEDED:
-        object.__setattr__(result, "_return_value", keys.decode(row.result or "null"))
+        object.__setattr__(result, "_return_value", _returned(row))
     return result
+
+
+def _returned(row: ProcessedJob) -> Any:
+    if row.result is None and row.is_tombstone:
+        return keys.NotKept("result was pruned")
+    return keys.decode(row.result or "null")
 
 
 def id_of(row: ProcessedJob) -> str:

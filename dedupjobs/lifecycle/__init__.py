@@ -17,7 +17,8 @@ ending passes. 0 rows: somebody else decided; then nothing is written, and None 
 A rerun that waits when a run ends turns each arrow to a final status into one to PENDING.
 
 Read on in ``calls``, ``claims``, ``settling``, ``losses``, ``operators``, ``retention``; they share
-``rows`` and ``leaving``. ``sending`` notes which rows have a message.
+``rows`` and ``leaving``. ``sending`` notes which rows have a message. ``statements`` makes the SQL of
+the busiest arrows cheap; it decides nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +36,18 @@ from dedupjobs.lifecycle.claims import (
     renew,
 )
 from dedupjobs.lifecycle.losses import Lost, bury, reclaim
-from dedupjobs.lifecycle.operators import cancel, hold, limit, retry, unhold
+from dedupjobs.lifecycle.operators import (
+    cancel,
+    cancel_alike,
+    hold,
+    hold_alike,
+    limit,
+    limit_alike,
+    retry,
+    retry_alike,
+    unhold,
+    unhold_alike,
+)
 from dedupjobs.lifecycle.retention import Pruned, free_tombstones, held, prunable, prune, purge
 from dedupjobs.lifecycle.rows import (
     Change,
@@ -80,6 +92,7 @@ __all__ = [  # noqa: RUF022 - in the order a job meets them
     "park", "outcome_of", "note_late",
     "Lost", "bury", "reclaim",
     "cancel", "hold", "retry", "unhold", "limit",
+    "cancel_alike", "hold_alike", "retry_alike", "unhold_alike", "limit_alike",
     "Pruned", "prunable", "free_tombstones", "held", "prune", "purge",
     "new_dispatch_id", "mark_sent", "mark_unsent",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from django.utils.translation import gettext as _
 
 MINUTE, HOUR, DAY = 60, 3_600, 86_400
 PRECISE = 10  # seconds below which tenths matter
+UNITS = ((10**9, 2, "GB"), (10**6, 1, "MB"), (10**3, 0, "kB"), (1, 0, "B"))
 
 
 def span(seconds: float) -> str:
@@ -23,6 +24,28 @@ def span(seconds: float) -> str:
     if seconds < 2 * DAY:
         return _("%(number)s h") % {"number": round(seconds / HOUR)}
     return _("%(number)s d") % {"number": round(seconds / DAY)}
+
+
+def brief(seconds: float) -> str:
+    """Return a duration as an axis says it: ``"40 ms"``, ``"2.5 s"``, ``"3 min"``."""
+    if not 0 < seconds < 1:
+        return span(seconds)
+    number = seconds * 1_000
+    return f"{formats.number_format(round(number) if number >= PRECISE else round(number, 1))} ms"
+
+
+def beat(seconds: float) -> str:
+    """Return the age of a heartbeat; a fresh one does not change with every look."""
+    if seconds < PRECISE:
+        return _("just now")
+    return _("%(span)s ago") % {"span": span(seconds // PRECISE * PRECISE)}
+
+
+def size(number: int) -> str:
+    """Return a number of bytes: ``"2.1 MB"``."""
+    unit, digits, sign = next(u for u in UNITS if number >= u[0] or u[0] == 1)
+    shown = round(number / unit, digits) if digits else round(number / unit)
+    return f"{formats.number_format(shown)} {sign}"
 
 
 def moment(at: datetime, now: datetime) -> str:

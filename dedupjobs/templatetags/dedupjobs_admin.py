@@ -32,6 +32,22 @@ def span(seconds: float) -> str:
 
 
 @register.filter
+def beat(seconds: float) -> str:
+    """Return the age of a heartbeat in words."""
+    from dedupjobs.story import spoken  # noqa: PLC0415
+
+    return spoken.beat(seconds)
+
+
+@register.filter
+def size(number: int) -> str:
+    """Return a number of bytes in words."""
+    from dedupjobs.story import spoken  # noqa: PLC0415
+
+    return spoken.size(number)
+
+
+@register.filter
 def badge(status: str) -> SafeString:
     """Return a status as a sign and a word."""
     from dedupjobs.admin import listing  # noqa: PLC0415

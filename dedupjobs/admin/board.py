@@ -1,0 +1,72 @@
+"""
+What the dashboard shows: numbers, charts, workers and Redis, and what is wrong.
+
+The number of queries is fixed, and each is bounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from django.utils.translation import gettext as _
+
+from dedupjobs import fleet, summaries
+from dedupjobs.admin import period, plans, tiles, troubles
+from dedupjobs.admin.charts import Chart, draw
+from dedupjobs.admin.tiles import Tile
+from dedupjobs.admin.troubles import Banner
+from dedupjobs.fleet import Fleet
+
+MOST_JOBS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Board:
+    """All of it. ``alerts``: None where nothing measures any."""
+
+    now: datetime
+    span: str
+    headline: str
+    level: str
+    banners: tuple[Banner, ...]
+    alerts: tuple[Banner, ...] | None
+    tiles: tuple[Tile, ...]
+    happened: tuple[Tile, ...]
+    charts: tuple[Chart, ...]
+    jobs: tuple[dict[str, Any], ...]
+    fleet: Fleet
+    begun: bool
+    unmeasured: tuple[str, ...]
+
+
+def read(name: str) -> Board:
+    """Read what the dashboard shows; ``name``: of the span."""
+    now = tiles.look()
+    seen = fleet.look()
+    shown = period.read(name, now.at)
+    newest = summaries.newest()
+    banners = tuple(troubles.banners(now, seen, newest, shown))
+    level = troubles.worst(now, banners)
+    size, _number = period.SPANS[name]
+    return Board(
+        now=now.at,
+        span=name,
+        headline=troubles.headline(level, now),
+        level=level,
+        banners=banners,
+        alerts=open_alerts(),
+        tiles=tuple(tiles.now_tiles(now, shown)),
+        happened=tuple(tiles.happened_tiles(shown)),
+        charts=tuple(draw(plan, shown.moments) for plan in plans.plans(shown)),
+        jobs=tuple(summaries.by_name(size, shown.moments[0], most=MOST_JOBS)),
+        fleet=seen,
+        begun=newest is not None or any(now.by_status.values()),
+        unmeasured=(_("hits of the status cache"), _("time spent waiting for locks"), _("alerts")),
+    )
+
+
+def open_alerts() -> tuple[Banner, ...] | None:
+    """Return the alerts that are open; None as long as nothing measures them."""
+    return None
