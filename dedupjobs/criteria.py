@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from typing import Any
 from uuid import UUID
 
 from django.db import connections
-from django.db.models import F, Q, QuerySet
+from django.db.models import Exists, OuterRef, Q, QuerySet
 from django.db.models.functions import Coalesce
 
 from dedupjobs import conf, lifecycle, registry
@@ -27,6 +28,7 @@ Rows = QuerySet[ProcessedJob]
 
 SEARCHED = 10_000  # rows, the newest ones, that a search for an argument's value reads
 LARGEST_PK = 2**63 - 1
+HOUR = 3_600
 DIGEST = 64  # hex digits of a key's hash
 
 AGES = {"1h": 3_600, "1d": 86_400, "7d": 7 * 86_400, "30d": 30 * 86_400}
@@ -74,7 +76,15 @@ def _exactly(column: str) -> Callable[[Rows, str], Rows]:
 
 def _age(rows: Rows, value: str) -> Rows:
     seconds = AGES.get(value)
-    return rows.none() if seconds is None else rows.filter(enqueued_at__lt=DbNow(-seconds))
+    return rows.none() if seconds is None else rows.filter(enqueued_at__lt=_ago(seconds))
+
+
+def _ago(seconds: float) -> datetime:
+    """Return a moment by the database's clock; as a value, so that the planner can judge by it."""
+    return lifecycle.database_now() - timedelta(seconds=seconds)
+
+
+NOT_SUCCEEDED = [status for status in Status if status != Status.SUCCEEDED]
 
 
 def _error(rows: Rows, value: str) -> Rows:
@@ -82,8 +92,10 @@ def _error(rows: Rows, value: str) -> Rows:
     if text is None:
         return rows.none()
     # By its last part, too: people know exceptions by their class, not by their module.
-    named = lifecycle.attempts().filter(error_class__in=_spelled(text), number=F("job__attempts"))
-    return rows.filter(pk__in=named.values("job_id"))
+    newest = lifecycle.attempts().filter(job_id=OuterRef("pk"), number=OuterRef("attempts"))
+    named = newest.filter(error_class__in=_spelled(text))
+    # Most attempts that failed were followed by one that did not: those jobs need not be looked at.
+    return rows.filter(Exists(named), status__in=NOT_SUCCEEDED)
 
 
 def _spelled(text: str) -> list[str]:
@@ -120,7 +132,7 @@ def _lost() -> Any:
 
 def _failed() -> Any:
     failures = (AttemptOutcome.FAILED, AttemptOutcome.TIMED_OUT, AttemptOutcome.LOST)
-    return lifecycle.attempts().filter(outcome__in=failures, ended_at__gt=DbNow(-86_400))
+    return lifecycle.attempts().filter(outcome__in=failures, ended_at__gt=_ago(HOUR))
 
 
 def _contended() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
@@ -13,6 +14,7 @@ from django.contrib.auth.models import Permission, User
 from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
+from django.utils import timezone
 
 from dedupjobs import job as register
 from dedupjobs import locks
@@ -28,7 +30,7 @@ from dedupjobs.models import (
     ProcessedJob,
     Status,
 )
-from tests.admin_rows import expired, make, try_of
+from tests.admin_rows import address, expired, make, try_of
 
 pytestmark = pytest.mark.django_db
 
@@ -400,3 +402,21 @@ def test_filter_shows_what_it_names(admin_client: Client, model: type[Any], quer
     field, _, value = query.replace("__exact", "").partition("=")
     shown = page.context["cl"].result_list
     assert {getattr(row, field) for row in shown} == {value}
+
+
+@pytest.mark.parametrize("order", ["", "1", "-1", "5", "-5"])
+@pytest.mark.parametrize("page", [1, 2, 3])
+def test_filtered_list_shows_the_page_that_one_query_would_give(
+    admin_client: Client, order: str, page: int
+) -> None:
+    """S-018: rows that were counted are not looked for again, and come in the same order."""
+    for i in range(110):
+        enqueued = timezone.now() - timedelta(minutes=(i * 37) % 50)
+        make(Status.DEAD, enqueued_at=enqueued)
+        make(Status.PENDING)
+    by = {"": "-pk", "1": "pk", "-1": "-pk", "5": "enqueued_at", "-5": "-enqueued_at"}[order]
+    wanted = ProcessedJob.objects.filter(status=Status.DEAD).order_by(by, "-pk")
+    shown = admin_client.get(f"{address('changelist')}?state=DEAD&o={order}&p={page}")
+    first = 50 * (page - 1)
+    rows = [row.pk for row in shown.context["cl"].result_list]
+    assert rows == list(wanted.values_list("pk", flat=True)[first : first + 50])

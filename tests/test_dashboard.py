@@ -445,7 +445,7 @@ def test_failed_condition_finds_what_failed_of_late() -> None:
     now = lifecycle.database_now()
     new, old = make(Status.RETRYING), make(Status.RETRYING)
     try_of(new, outcome="FAILED", ended_at=now)
-    try_of(old, outcome="FAILED", ended_at=now - timedelta(days=2))
+    try_of(old, outcome="FAILED", ended_at=now - timedelta(hours=2))
     found = criteria.matching(lifecycle.jobs(), {"condition": "failed"}, arguments=False)
     assert list(found) == [new]
 

@@ -42,7 +42,7 @@ class ConditionFilter(Filter):
         return [
             ("stuck", _("stuck: lease expired")),
             ("silent", _("silent: beats, no activity")),
-            ("failed", _("failed within a day")),
+            ("failed", _("failed within an hour")),
             ("lost", _("lost attempts")),
             ("duplicates", _("duplicates")),
             ("contended", _("contended of late")),

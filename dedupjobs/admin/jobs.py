@@ -174,6 +174,10 @@ class ProcessedJobAdmin(ReadOnly):
         }
         return super().changelist_view(request, extra)
 
+    def get_ordering(self, request: HttpRequest) -> Any:
+        # Old rows stand far from the newest primary key, but together in the index of ages.
+        return ("-enqueued_at", "-pk") if request.GET.get("age") else super().get_ordering(request)
+
     def get_search_results(self, request: HttpRequest, queryset: Any, search_term: str) -> Any:
         allowed = self.may(request, "arguments")
         return criteria.search(queryset, search_term, arguments=allowed), False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 from django.contrib.admin.views.main import ChangeList
@@ -51,11 +52,28 @@ class JobList(ChangeList):
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)
         self.now = lifecycle.database_now()
-        rows = list(self.result_list)
+        rows = list(self.result_list if self.paginator.is_cut else self._page())
         newest = newest_of(rows)
         for row in rows:
             row.newest, row.now = newest.get(row.pk), self.now
         self.result_list = rows
+
+    def _page(self) -> list[Any]:
+        """
+        Sort what was counted here, and read the rows of the page.
+
+        Asked for an order, a database may walk that order's index through the whole table.
+        """
+        order = self.queryset.query.order_by
+        columns = [column.lstrip("-") for column in order]
+        there = self.paginator.count and self.queryset.order_by().values_list("pk", *columns)
+        found = list(there[:COUNTED]) if there else []
+        for i, column in reversed(list(enumerate(order, 1))):
+            found.sort(key=itemgetter(i), reverse=column.startswith("-"))
+        first = (self.page_num - 1) * self.list_per_page if self.multi_page else 0
+        pks = [row[0] for row in found[first : first + self.list_per_page]]
+        rows = {row.pk: row for row in self.root_queryset.filter(pk__in=pks)}
+        return [rows[pk] for pk in pks if pk in rows]
 
 
 def newest_of(rows: list[ProcessedJob]) -> dict[int, JobAttempt]:

@@ -231,7 +231,7 @@ class Migration(migrations.Migration):
                 'verbose_name': 'attempt',
                 'verbose_name_plural': 'attempts',
                 'default_permissions': ('view',),
-                'indexes': [models.Index(fields=['outcome', 'ended_at'], name='dedupjobs_outcome'), models.Index(fields=['error_class'], name='dedupjobs_error')],
+                'indexes': [models.Index(fields=['outcome', 'ended_at', 'job'], name='dedupjobs_outcome'), models.Index(fields=['error_class'], name='dedupjobs_error')],
                 'constraints': [models.UniqueConstraint(fields=('job', 'number'), name='dedupjobs_one_per_number')],
             },
         ),
