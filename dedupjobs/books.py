@@ -56,6 +56,24 @@ return false
 """
 
 
+# ARGV[1]: commands, as a JSON list of lists of words. Runs them all, as a transaction does; answers
+# how many members each SMEMBERS has found. One text to pack and one answer to read cost the worker
+# a quarter of what some twenty commands do.
+WRITE = """
+local found, failed = {}, nil
+for _, words in ipairs(cjson.decode(ARGV[1])) do
+  local reply = redis.pcall(unpack(words))
+  if type(reply) == 'table' and reply.err then
+    failed = reply.err
+  elseif words[1] == 'SMEMBERS' then
+    found[#found + 1] = #reply
+  end
+end
+if failed then return redis.error_reply(failed) end
+return found
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Taken:
     """A message that was taken from a queue, with its hash as it stands in Redis."""
@@ -132,9 +150,17 @@ class Till:
         return Taken.of(by_key[as_text(key)], as_text(rq_id), raw)
 
 
+def _word(part: Any) -> str:
+    """Return a part of a command as redis-py would send it, as text."""
+    if isinstance(part, str):
+        return part
+    return part.decode() if isinstance(part, bytes) else str(part)
+
+
 def _is_unable(error: ResponseError) -> bool:
-    """Tell whether the server is too old, or lets us run no scripts."""
-    return isinstance(error, NoPermissionError) or "unknown" in str(error).lower()
+    """Tell whether the server is too old, or lets us run no such scripts."""
+    text = str(error).lower()
+    return isinstance(error, NoPermissionError) or "unknown" in text or "undeclared" in text
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +177,7 @@ class Books:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._script: Any = worker.connection.register_script(WRITE)
         self._ended: list[tuple[Entry, datetime]] = []
         self._told = ""  # the worker's state as Redis has it
 
@@ -177,14 +204,27 @@ class Books:
             if state != self._told:
                 pipeline.hset(self._worker.key, "state", state)
             try:
-                found = pipeline.execute()
+                found = self._execute(pipeline, [index for index, _ in asked])
             except ResponseError:
                 self._ended = []  # it would be refused again
                 raise
         self._ended, self._told = [], state
-        for index, entry in asked:
-            if found[index]:
+        for (_, entry), dependents in zip(asked, found, strict=True):
+            if dependents:
                 entry.queue.enqueue_dependents(entry.job)
+
+    def _execute(self, pipeline: Pipeline, asked: list[int]) -> list[Any]:
+        """Run what RQ has put into the pipeline; return what the ones asked for have found."""
+        if self._script is not None:
+            commands = [[_word(part) for part in args] for args, _ in pipeline.command_stack]
+            try:
+                return cast(list[Any], self._script(args=[json.dumps(commands)]))
+            except ResponseError as error:
+                if not _is_unable(error):
+                    raise
+                self._script = None
+        found = pipeline.execute()
+        return [found[index] for index in asked]
 
     def note_told(self, state: str) -> None:
         """Note that RQ's own code has written the state."""

@@ -329,10 +329,14 @@ def server_of(queue: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The workers that listen to a queue. ``newest``: seconds since one of them gave a sign."""
+    """
+    The workers that listen to a queue, and the messages that wait for them. ``newest``: seconds
+    since one of them gave a sign.
+    """
 
     count: int
     newest: float | None
+    messages: int
 
 
 LOOKED_AT = 100  # workers of a queue that are asked when they gave their last sign
@@ -345,13 +349,14 @@ def workers(queue: str) -> Workers:
         pipe = producer.client.pipeline(transaction=False)
         pipe.scard(f"rq:workers:{queue}")
         pipe.srandmember(f"rq:workers:{queue}", LOOKED_AT)
-        count, keys = pipe.execute()
+        pipe.llen(producer.queue.key)
+        count, keys, messages = pipe.execute()
         for key in keys:
             pipe.hget(key, "last_heartbeat")
         beats = pipe.execute(raise_on_error=False) if keys else []
     now = clock.utcnow()
     ages = [max((now - at).total_seconds(), 0.0) for at in map(_moment, beats) if at]
-    return Workers(count, min(ages, default=None))
+    return Workers(count, min(ages, default=None), messages)
 
 
 def _moment(text: Any) -> datetime | None:

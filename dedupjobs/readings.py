@@ -17,7 +17,7 @@ from typing import Any
 from django.db import DatabaseError, InterfaceError
 from django.db.models import Case, Count, F, Min, When
 
-from dedupjobs import coordinator, counters, criteria, dispatch, lifecycle, locks
+from dedupjobs import coordinator, counters, criteria, dispatch, lifecycle
 from dedupjobs.clock import DbNow
 from dedupjobs.counters import OTHER, Counts
 from dedupjobs.exceptions import UnknownQueue
@@ -25,9 +25,8 @@ from dedupjobs.models import WAITING, Cause, DuplicateCount
 from dedupjobs.wire import UNREACHABLE
 
 PREFIX = "dedupjobs_"
-COUNTED = 10_000  # waiting rows of a queue, and stale attempts, beyond which nobody counts
+COUNTED = 5_000  # waiting rows of a queue, and stale attempts, beyond which nobody counts
 MOST_QUEUES = 50
-MOST_LOCKS = 1_000
 MOST_CAUSES = 5_000  # rows of DuplicateCount
 
 Labels = tuple[str, ...]
@@ -73,13 +72,18 @@ GAUGES = {
             ("queue",),
         ),
         ("backlog_oldest_age_seconds", "For how long the oldest due row has been due.", ("queue",)),
-        ("active_locks", f"Attempts at work that have their lock ({MOST_LOCKS:,} at most).", ()),
+        (
+            "active_locks",
+            f"Rows that an attempt at work holds, by their leases ({COUNTED:,} at the most).",
+            (),
+        ),
         ("active_lock_oldest_age_seconds", "For how long the oldest of them is at work.", ()),
         (
             "coordinator_heartbeat_age_seconds",
             "Since a coordinator's last round; absent after a day, or where Redis was lost.",
             (),
         ),
+        ("messages", "Messages in RQ's list, however many; rows may have more.", ("queue",)),
         ("workers", "Workers that listen to a queue, by RQ's books.", ("queue",)),
         (
             "worker_heartbeat_age_seconds",
@@ -120,11 +124,16 @@ class _Found:
     gauges: dict[str, dict[Labels, float]] = field(default_factory=dict)
     duplicates: dict[Labels, int] | None = None
     counts: Counts | None = None
-    at_work: list[tuple[int, datetime]] | None = None
     now: datetime | None = None
 
     def gauge(self, name: str, value: float, *labels: str) -> None:
         self.gauges.setdefault(name, {})[labels] = value
+
+    def age(self, at: datetime | None) -> float:
+        """Return the seconds since a moment of the database; 0 where there is none."""
+        if at is None or self.now is None:
+            return 0.0
+        return max((self.now - at).total_seconds(), 0.0)
 
     def families(self) -> list[Family]:
         made = []
@@ -160,8 +169,7 @@ def _read_tables(found: _Found) -> None:
         for queue in _queues():
             _read_backlog(found, queue)
         found.duplicates = _duplicates()
-        open_ones = lifecycle.attempts().filter(outcome=None)
-        found.at_work = list(open_ones.values_list("job_id", "claimed_at")[:MOST_LOCKS])
+        _read_leases(found)
         found.gauge("database_up", 1)
     except (DatabaseError, InterfaceError):
         found.gauges.clear()  # all or nothing
@@ -179,10 +187,14 @@ def _read_backlog(found: _Found, queue: str) -> None:
     seen = rows.aggregate(all=Count("pk"), ready=Count("due"), oldest=Min("due"))
     found.gauge("backlog", seen["ready"], queue)
     found.gauge("delayed", seen["all"] - seen["ready"], queue)
-    age = 0.0
-    if seen["oldest"] is not None and found.now is not None:
-        age = max((found.now - seen["oldest"]).total_seconds(), 0.0)
-    found.gauge("backlog_oldest_age_seconds", age, queue)
+    found.gauge("backlog_oldest_age_seconds", found.age(seen["oldest"]), queue)
+
+
+def _read_leases(found: _Found) -> None:
+    alive = lifecycle.attempts().filter(outcome=None, lease_until__gte=DbNow(steady=True))
+    seen = alive[:COUNTED].aggregate(number=Count("pk"), oldest=Min("claimed_at"))
+    found.gauge("active_locks", seen["number"])
+    found.gauge("active_lock_oldest_age_seconds", found.age(seen["oldest"]))
 
 
 def _duplicates() -> dict[Labels, int]:
@@ -208,20 +220,10 @@ def _read_counters(found: _Found) -> None:
         found.gauge("counters_since_timestamp_seconds", found.counts.since)
     for age in found.counts.signs.values():
         found.gauge("coordinator_heartbeat_age_seconds", age)
-    for read in (_read_locks, _read_memory):
-        try:
-            read(found)
-        except UNREACHABLE:
-            found.gauge("redis_up", 0)
-
-
-def _read_locks(found: _Found) -> None:
-    if found.now is None or found.at_work is None:
-        return
-    there = locks.seen([pk for pk, _ in found.at_work])
-    ages = [(found.now - at).total_seconds() for pk, at in found.at_work if pk in there]
-    found.gauge("active_locks", len(ages))
-    found.gauge("active_lock_oldest_age_seconds", max([0.0, *ages]))
+    try:
+        _read_memory(found)
+    except UNREACHABLE:
+        found.gauge("redis_up", 0)
 
 
 def _read_memory(found: _Found) -> None:
@@ -244,6 +246,7 @@ def _read_queues(found: _Found) -> None:
             workers = dispatch.workers(queue)
         except (*UNREACHABLE, UnknownQueue):
             return
+        found.gauge("messages", workers.messages, queue)
         found.gauge("workers", workers.count, queue)
         if workers.newest is not None:
             found.gauge("worker_heartbeat_age_seconds", workers.newest, queue)

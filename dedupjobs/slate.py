@@ -22,8 +22,10 @@ from dedupjobs import clock
 
 MOST_DAEMONS = 8  # threads that libraries keep (a reporter of errors, a pool); more are a leak
 
-_SIGNALS = [s for s in signal.Signals if s not in (signal.SIGKILL, signal.SIGSTOP)]
-_SIGNALS = [s for s in _SIGNALS if s < getattr(signal, "SIGRTMIN", 64)]
+_SIGNALS = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGALRM),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGPIPE),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class Slate:
     """The process as it was before its first job."""
 
     environ: dict[str, str]
+    raw_environ: dict[Any, Any]
     folder: str
     umask: int
     mask: set[Any]
@@ -42,6 +45,7 @@ class Slate:
         """Note what this process is like."""
         return cls(
             environ=dict(os.environ),
+            raw_environ=dict(_raw_environ()),
             folder=os.getcwd(),
             umask=_umask(),
             mask=signal.pthread_sigmask(signal.SIG_BLOCK, ()),
@@ -64,13 +68,19 @@ class Slate:
                 signal.signal(signum, handler)
 
     def _put_environment_back(self) -> None:
-        if os.environ != self.environ:
+        if _raw_environ() != self.raw_environ:
             os.environ.clear()
             os.environ.update(self.environ)
         if _folder() != self.folder:
             os.chdir(self.folder)
         os.umask(self.umask)
         sys.stdin, sys.stdout, sys.stderr = self.streams
+
+
+def _raw_environ() -> dict[Any, Any]:
+    """Return the variables as they are kept, which need no decoding to be compared."""
+    kept: dict[Any, Any] = getattr(os.environ, "_data", None) or dict(os.environ)
+    return kept
 
 
 def _umask() -> int:

@@ -15,13 +15,15 @@ from django.utils import translation
 from dedupjobs import cache, counters, invalidation
 from tests.processes import Spawned
 
-# What asks no database, or brings its own, runs once, with the first of them.
-PURE = (
-    "admin_truth", "admin_why", "backoff", "conf", "contrib",
-    "endings", "keys", "moving", "registry", "slots",
+# What asks no database, brings its own, or asks for nothing that one has and another has not,
+# runs once, with the first of them.
+ONCE = (
+    "admin_input", "admin_permissions", "admin_truth", "admin_unfold", "admin_why", "backoff",
+    "commands", "conf", "contrib", "docs", "endings", "keys", "logs", "moving",
+    "policy_checks", "registry", "slots", "tasks", "testing", "tracing", "translations",
 )  # fmt: skip
 if os.environ.get("DEDUPJOBS_TEST_DB", "sqlite") != "sqlite":
-    collect_ignore = [f"test_{name}.py" for name in PURE]
+    collect_ignore = [f"test_{name}.py" for name in ONCE]
 
 # Tests that want a listener have one of their own; another would hear their messages, too.
 invalidation.never_listen()

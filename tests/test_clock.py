@@ -177,6 +177,7 @@ print(json.dumps(out))
 """
 
 
+@pytest.mark.large
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize(
     "changed",

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+
 import pytest
-from django.core.management import execute_from_command_line, get_commands
+from django.core.management import get_commands, load_command_class
+from django.core.management.base import CommandError
 
 pytestmark = pytest.mark.django_db
 
@@ -38,32 +44,49 @@ WRONG = {
 }
 
 
-def refusal(line: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run a command line as `manage.py` does, and return what it said when it ended with 2."""
-    with pytest.raises(SystemExit) as ended:
-        execute_from_command_line(["manage.py", *line.split(" ")])
-    assert ended.value.code == 2
-    return capsys.readouterr().err
+def run(line: str) -> tuple[int, str]:
+    """
+    Run a command line, and return the exit code and what was said of it.
+
+    As `manage.py` does, but for one thing: that closes the connection, in mid-transaction here.
+    """
+    name, *arguments = line.split(" ")
+    command = load_command_class("dedupjobs", name)
+    command._called_from_command_line = True
+    with redirect_stderr(StringIO()) as said, redirect_stdout(said):
+        try:
+            options = vars(command.create_parser("manage.py", name).parse_args(arguments))
+            command.execute(*options.pop("args", ()), **options)
+        except CommandError as error:
+            return error.returncode, str(error)
+        except SystemExit as ended:
+            return int(ended.code or 0), said.getvalue()
+    return 0, said.getvalue()
 
 
 @pytest.mark.parametrize(("line", "words"), WRONG.items())
-def test_wrong_flag_is_refused_with_a_sentence(
-    line: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = refusal(line, capsys)
+def test_wrong_flag_is_refused_with_a_sentence(line: str, words: str) -> None:
+    code, said = run(line)
+    assert code == 2
     assert words in said
-    assert "Traceback" not in said
+
+
+def test_refusal_reaches_the_shell() -> None:
+    command = [sys.executable, "-m", "django", "dedupjobs_schedule", "--count", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "CommandError: --count 0: give a whole number of at least 1.\n"
 
 
 @pytest.mark.parametrize("command", OURS)
-def test_unknown_flag_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refusal(f"{command} --colour", capsys)
+def test_unknown_flag_is_refused(command: str) -> None:
+    code, said = run(f"{command} --colour")
+    assert code == 2
     assert "unrecognized arguments: --colour" in said or "arguments are required" in said
 
 
 @pytest.mark.parametrize("command", OURS)
-def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        execute_from_command_line(["manage.py", command, "--help"])
-    assert ended.value.code == 0
-    assert len(capsys.readouterr().out) > 200
+def test_every_command_explains_itself(command: str) -> None:
+    code, said = run(f"{command} --help")
+    assert code == 0
+    assert len(said) > 200

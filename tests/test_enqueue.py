@@ -963,6 +963,7 @@ print("done")
 """
 
 
+@pytest.mark.large
 def test_call_reaches_redis_at_the_commit_of_its_rows_own_database(
     tmp_path: Any, redis_client: redis.Redis
 ) -> None:

@@ -310,6 +310,7 @@ def test_hundred_thousand_messages_at_once_are_handled_in_bounded_memory(
     assert psutil.Process().memory_info().rss - before < 64 * 2**20
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("when", ["lazy", "never"])
 def test_process_listens_from_its_first_read_unless_it_must_not(when: str) -> None:
     script = (
@@ -324,6 +325,7 @@ def test_process_listens_from_its_first_read_unless_it_must_not(when: str) -> No
     assert in_process(script, LISTEN=when) == f"False {when == 'lazy'}"
 
 
+@pytest.mark.large
 def test_child_of_a_fork_listens_again_and_one_of_a_worker_does_not() -> None:
     script = (
         "import django; django.setup()\n"

@@ -458,6 +458,7 @@ def test_call_has_one_key_and_one_text_however_it_is_written() -> None:
     assert len(set(stored())) == 1
 
 
+@pytest.mark.large
 def test_call_has_the_same_key_in_a_process_with_another_hash_seed() -> None:
     code = "import django; django.setup()\nfrom tests import test_keys\nprint(test_keys.stored())"
     for seed in ("1", "2"):

@@ -472,6 +472,7 @@ def test_doctor_says_soon_that_redis_is_away(own_redis: Valkey, fault: str) -> N
     assert found["migrations"][0].level == OK
 
 
+@pytest.mark.large
 def test_doctor_says_that_the_database_is_away(process_env: dict[str, str]) -> None:
     """S-111: a health command reports it and ends with another code than 0."""
     away = {"DEDUPJOBS_TEST_DB_NAME": "/nonexistent/db.sqlite3"}

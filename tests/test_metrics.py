@@ -463,13 +463,15 @@ def test_backlog_counts_what_is_due_and_what_is_not_yet() -> None:
         '{queue="default"}': 3, '{queue="high"}': 0, '{queue="low"}': 0,
     }  # fmt: skip
     assert gauge("delayed")['{queue="high"}'] == 1
+    assert gauge("messages") == {
+        '{queue="default"}': 3, '{queue="high"}': 0, '{queue="low"}': 0,
+    }  # fmt: skip
     assert 60 <= gauge("backlog_oldest_age_seconds")['{queue="default"}'] < 120
 
 
-def test_stale_attempts_and_locks_of_those_at_work_are_shown() -> None:
+def test_stale_attempts_and_those_that_hold_their_rows_are_shown() -> None:
     stale, working = (claimed(jobs.record.enqueue(tag=tag).job) for tag in "ab")
     expire(stale)
-    locks.acquire(working.job_pk, working.owner, ttl=60)
     hour_ago = lifecycle.database_now() - timedelta(hours=1)
     alter_attempt(working, claimed_at=hour_ago)
     assert gauge("stale_processing_records") == {"": 1}

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.large
+
 LIFE = {
     "enqueue": "CREATED",
     "enqueue again": "DUPLICATE",

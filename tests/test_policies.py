@@ -1005,6 +1005,7 @@ print("finished", flush=True)
 """
 
 
+@pytest.mark.large
 @committing
 def test_processes_with_mixed_policies_on_one_key_leave_one_row_and_one_payload(
     spawn: Callable[..., Spawned],

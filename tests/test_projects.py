@@ -114,6 +114,7 @@ def test_two_projects_share_no_key_of_ours_in_redis(shops: list[Shop]) -> None:
     assert owners <= {"north", "south"}
 
 
+@pytest.mark.large
 def test_person_of_another_user_model_operates_jobs_in_the_admin(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.people.story"],

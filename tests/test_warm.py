@@ -39,7 +39,7 @@ from tests.waiting import until
 
 LOST, SUCCEEDED = AttemptOutcome.LOST, AttemptOutcome.SUCCEEDED
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.large, pytest.mark.django_db(transaction=True)]
 
 
 def start(spawn: Spawn, *queues: str, env: dict[str, str] | None = None, **changes: Any) -> Spawned:

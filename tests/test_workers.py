@@ -177,6 +177,7 @@ def test_dedup_worker_reads_json_whatever_serializer_its_command_line_names(spaw
     live.wait_for(outcome)
 
 
+@pytest.mark.large
 @with_sqlite
 def test_foreign_pickle_fails_naming_the_setting_and_runs_once_it_is_set_and_requeued(
     spawn: Spawn, rq_queue: Queue

@@ -109,9 +109,9 @@ def _queues(families: dict[str, Family]) -> Rows:
     backlog = families.get("backlog")
     if backlog is None:
         return []
-    columns = ("backlog", "delayed", "backlog_oldest_age_seconds", "workers",
+    columns = ("backlog", "delayed", "backlog_oldest_age_seconds", "messages", "workers",
                "worker_heartbeat_age_seconds")  # fmt: skip
-    rows: Rows = [("queue", "due", "later", "oldest s", "workers", "last sign s")]
+    rows: Rows = [("queue", "due", "later", "oldest s", "messages", "workers", "last sign s")]
     for (queue,) in backlog.samples:
         rows.append((queue, *(_said(_value(families, name, queue)) for name in columns)))
     return rows
@@ -144,9 +144,10 @@ def _counted(families: dict[str, Family], *names: str) -> Rows:
 
 def _singles(families: dict[str, Family]) -> Rows:
     """Return what has no labels, or few; in the order in which it is measured."""
-    told = {"backlog", "delayed", "backlog_oldest_age_seconds", "workers", "attempts_total",
-            "worker_heartbeat_age_seconds", "job_retry_total", "duplicate_detected_total",
-            "recovered_total", "requeued_stuck_total", "database_up", "redis_up"}  # fmt: skip
+    told = {"backlog", "delayed", "messages", "backlog_oldest_age_seconds", "workers",
+            "worker_heartbeat_age_seconds", "attempts_total", "job_retry_total",
+            "duplicate_detected_total", "recovered_total", "requeued_stuck_total",
+            "database_up", "redis_up"}  # fmt: skip
     return [
         (" ".join((name, *labels)), _said(value))
         for name, family in families.items()
