@@ -130,6 +130,8 @@ class ProcessedJob(models.Model):
             models.Index(fields=["dispatch_id"], name="dedupjobs_dispatch"),
             models.Index(fields=["duplicates"], name="dedupjobs_duplicates"),
             models.Index(fields=["enqueued_at"], name="dedupjobs_age"),
+            # Those of one state, by age: neither index alone finds old ones among many.
+            models.Index(fields=["status", "enqueued_at"], name="dedupjobs_state_age"),
             # PostgreSQL looks prefixes up only in an index of this class; others ignore it.
             models.Index(
                 fields=["key"], name="dedupjobs_prefix", opclasses=["varchar_pattern_ops"]
