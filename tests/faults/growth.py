@@ -148,8 +148,9 @@ def _keys() -> int:
     for url in (settings.RQ_URL, settings.CACHE_URL):
         with redis.Redis.from_url(url) as client, client.pipeline(transaction=False) as pipe:
             for key in list(client.scan_iter(count=1000)):
-                pipe.ttl(key)
-            count += sum(not 0 < ttl <= SHORT_LIVED for ttl in pipe.execute())
+                pipe.pttl(key)
+            # -1: for ever; -2: it has gone since we saw it
+            count += sum(left == -1 or left > 1000 * SHORT_LIVED for left in pipe.execute())
     return count
 
 

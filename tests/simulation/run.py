@@ -23,6 +23,7 @@ LATE = 9.0  # seconds after which most runs are over
 KEPT = 400  # lines of a trace
 TABLES = (
     *("dedupjobs_operation", "dedupjobs_duplicatesample", "dedupjobs_duplicatecount"),
+    *("dedupjobs_fold", "dedupjobs_summary"),
     *("dedupjobs_jobattempt", "dedupjobs_processedjob", "simulation_effect", "sqlite_sequence"),
 )
 
@@ -124,6 +125,8 @@ class _Director:
         self.blocking_move = world.chance.random() < 0.5
         self.tick = world.chance.choice(TICKS)
         self.spared = [duty for duty, run in DUTIES.items() if world.chance.random() >= run]
+        if "fold" in self.spared:
+            self.spared.append("summarise")
         self.buries = world.chance.random() < 0.5
         self.callers = self._cast()
 
