@@ -34,6 +34,8 @@ def main() -> int:
         print("\nInterrupted; everything that was started is stopped.", file=sys.stderr)
         return EXIT_INTERRUPTED
     print(report.text(measured))
+    if options.write:
+        report.put_into(options.write, measured)
     if options.json:
         options.json.write_text(json.dumps(measured, indent=2, ensure_ascii=False) + "\n")
     return 0
@@ -60,6 +62,12 @@ def _options() -> argparse.Namespace:
         help="this one only; may be repeated (all that are installed)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here, too")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        metavar="PAGE",
+        help="put the tables between this page’s marks",
+    )
     return parser.parse_args()
 
 

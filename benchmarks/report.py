@@ -6,12 +6,14 @@ import os
 import platform
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import redis
 
 from benchmarks.rounds import CONTESTANTS, WAYS, Rounds
+from benchmarks.servers import CannotRun
 
 BESIDE = {  # what a drain is compared with
     "times_worker": "plain RQ on Worker",
@@ -105,6 +107,18 @@ def text(measured: dict[str, Any]) -> str:
         parts += [_table(f"{found['database']}: drain", DRAIN, found["drain"])]
         parts += [_table(f"{found['database']}: enqueue", ENQUEUE, found["enqueue"])]
     return "\n\n".join(parts)
+
+
+MARKS = "<!-- measured -->", "<!-- /measured -->"
+
+
+def put_into(page: Path, measured: dict[str, Any]) -> None:
+    """Replace what stands between the page's marks by the tables."""
+    before, begin, rest = page.read_text().partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not end:
+        raise CannotRun(f"{page} has no {MARKS[0]} … {MARKS[1]}")
+    page.write_text(f"{before}{begin}\n{text(measured)}\n{end}{after}")
 
 
 def _figure(key: str, digits: int = 0, unit: str = "") -> Callable[[Row], str]:
