@@ -73,6 +73,11 @@ GAUGES = {
         ),
         ("backlog_oldest_age_seconds", "For how long the oldest due row has been due.", ("queue",)),
         (
+            "outbox_age_seconds",
+            "For how long the oldest due row has been without a message.",
+            (),
+        ),
+        (
             "active_locks",
             f"Rows that an attempt at work holds, by their leases ({COUNTED:,} at the most).",
             (),
@@ -168,6 +173,7 @@ def _read_tables(found: _Found) -> None:
         found.gauge("stale_processing_records", criteria.stuck()[:COUNTED].count())
         for queue in _queues():
             _read_backlog(found, queue)
+        _read_outbox(found)
         found.duplicates = _duplicates()
         _read_leases(found)
         found.gauge("database_up", 1)
@@ -188,6 +194,19 @@ def _read_backlog(found: _Found, queue: str) -> None:
     found.gauge("backlog", seen["ready"], queue)
     found.gauge("delayed", seen["all"] - seen["ready"], queue)
     found.gauge("backlog_oldest_age_seconds", found.age(seen["oldest"]), queue)
+
+
+def _read_outbox(found: _Found) -> None:
+    unsent = lifecycle.jobs().filter(
+        status__in=WAITING, dispatched_at=None, run_after__lte=DbNow(steady=True)
+    )
+    firsts = [
+        unsent.filter(status=status).order_by("run_after").values_list("run_after", flat=True)[:1]
+        for status in WAITING
+    ]
+    found.gauge(
+        "outbox_age_seconds", max((found.age(*first) for first in firsts if first), default=0.0)
+    )
 
 
 def _read_leases(found: _Found) -> None:

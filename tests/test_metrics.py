@@ -469,6 +469,18 @@ def test_backlog_counts_what_is_due_and_what_is_not_yet() -> None:
     assert 60 <= gauge("backlog_oldest_age_seconds")['{queue="default"}'] < 120
 
 
+def test_outbox_is_as_old_as_its_oldest_due_row_without_a_message() -> None:
+    first, second, retried = (jobs.record.enqueue(tag=tag).job for tag in "abc")
+    jobs.record.using(run_after=3_600).enqueue(tag="later")
+    assert gauge("outbox_age_seconds") == {"": 0}
+    now = lifecycle.database_now()
+    alter(first, run_after=now - timedelta(seconds=500))  # it has a message
+    alter(second, dispatched_at=None, run_after=now - timedelta(seconds=60))
+    assert 60 <= gauge("outbox_age_seconds")[""] < 120
+    alter(retried, status="RETRYING", dispatched_at=None, run_after=now - timedelta(seconds=200))
+    assert 200 <= gauge("outbox_age_seconds")[""] < 260
+
+
 def test_stale_attempts_and_those_that_hold_their_rows_are_shown() -> None:
     stale, working = (claimed(jobs.record.enqueue(tag=tag).job) for tag in "ab")
     expire(stale)
