@@ -128,10 +128,13 @@ class News:
     @property
     def travels(self) -> bool:
         """Whether a pipeline of the locks goes to the server that must know."""
-        return bool(self.changes) and conf.get().LOCK_CACHE == conf.get().STATUS_CACHE
+        return conf.get().LOCK_CACHE == conf.get().STATUS_CACHE
 
     def load(self, pipe: Any) -> None:
-        """Add the commands to a pipeline; see ``wire.Cargo``."""
+        """Add the commands to a pipeline, for what Redis did not take before, too."""
+        taken = _owed.take(self.changes)
+        self.changes = taken[:PAGE]
+        _owed.keep(taken[PAGE:])
         _add_to(pipe, self.changes)
 
     def left_behind(self, error: BaseException) -> None:

@@ -28,7 +28,7 @@ from redis.exceptions import LockError
 from redis.lock import Lock
 
 from dedupjobs import conf, probes, seal, wire
-from dedupjobs.wire import UNREACHABLE, Cargo
+from dedupjobs.wire import UNREACHABLE, Cargo, Load
 
 WAITED_TTL = 86_400_000  # milliseconds that a wait is remembered, and measured
 
@@ -96,7 +96,7 @@ def replace(pk: int, owner: str, *, ttl: float) -> Grip:
 
 
 def extend(
-    pk: int, owner: str, *, ttl: float, waited: bool = True, cargo: Cargo | None = None
+    pk: int, owner: str, *, ttl: float, waited: bool = True, cargo: Sequence[Cargo] = ()
 ) -> Grip:
     """
     Let our own lock live ``ttl`` seconds from now; BUSY: it is gone or somebody else's.
@@ -107,7 +107,7 @@ def extend(
     return _own(pk, Lock.LUA_EXTEND_SCRIPT, words, waited=waited, cargo=cargo)
 
 
-def release(pk: int, owner: str, *, waited: bool = True, cargo: Cargo | None = None) -> Grip:
+def release(pk: int, owner: str, *, waited: bool = True, cargo: Sequence[Cargo] = ()) -> Grip:
     """Give our own lock up; another's is left alone (compare and delete, in one script)."""
     probes.reach("release.before")
     words = (_token(pk, owner),)
@@ -115,21 +115,21 @@ def release(pk: int, owner: str, *, waited: bool = True, cargo: Cargo | None = N
 
 
 def _own(
-    pk: int, script: str, words: tuple[Any, ...], *, waited: bool, cargo: Cargo | None
+    pk: int, script: str, words: tuple[Any, ...], *, waited: bool, cargo: Sequence[Cargo]
 ) -> Grip:
     """Do something to our own lock, by a script that compares its token."""
+    load = Load(cargo)
     try:
         pipe = _client().pipeline(transaction=False)
         pipe.eval(script, 1, name_of(pk), *words)
         if not waited:
             pipe.delete(_name(f"waited:{{{pk}}}"))
-        if cargo is not None:
-            cargo.load(pipe)
+        load.load(pipe)
         answers: Any = pipe.execute(raise_on_error=False)
     except UNREACHABLE as error:
-        if cargo is not None:
-            cargo.left_behind(error)
+        load.left_behind(error)
         return Grip.UNREACHABLE
+    load.arrived(answers)
     if isinstance(answers[0], Exception):
         return Grip.UNREACHABLE
     return Grip.HELD if answers[0] else Grip.BUSY

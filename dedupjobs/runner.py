@@ -60,7 +60,7 @@ from dedupjobs.locks import Grip, Taken
 from dedupjobs.models import WAITING, AttemptOutcome, Cause, Status
 from dedupjobs.registry import LONGEST, Job, Options
 from dedupjobs.signals import LockEvent
-from dedupjobs.wire import Load
+from dedupjobs.wire import Cargo
 
 T = TypeVar("T")
 
@@ -229,8 +229,8 @@ def _drop(pk: int, owner: str, grip: Grip) -> None:
     )
     _tell_lock(name, pk, _AT_FIRST[grip], None)
     if grip is Grip.HELD:
-        locks.release(pk, owner, cargo=counters.payment())
-    elif grip is Grip.BUSY:
+        locks.release(pk, owner, cargo=[counters.payment(due=host.pays_when_idle)])
+    elif grip is Grip.BUSY and not host.pays_when_idle:
         counters.pay()
 
 
@@ -487,12 +487,14 @@ def _free_lock(claim: Claim, grip: Grip, status: Status | None, heart: Heart, ne
     The last word to Redis: it carries the news of the job, and what was counted, since a horse
     is about to end.
     """
-    if not news.travels or grip in (Grip.UNREACHABLE, Grip.UNUSED):
-        news.send()
-        news = News()
     if grip in (Grip.UNREACHABLE, Grip.UNUSED):
+        news.send()
         return
-    cargo = Load((counters.payment(due=host.pays_when_idle), news))
+    cargo: list[Cargo] = [counters.payment(due=host.pays_when_idle)]
+    if news.travels:
+        cargo.append(news)
+    else:
+        news.send()
     event = LockEvent.RELEASED
     after = lifecycle.seconds_until_due(claim.job_pk) if status == Status.RETRYING else 0.0
     if after > 0:

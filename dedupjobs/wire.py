@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -38,20 +38,32 @@ class Cargo(Protocol):
         """Add the commands to the pipeline."""
 
     def left_behind(self, error: BaseException) -> None:
-        """The pipeline has failed."""
+        """The pipeline has failed, or the server has refused one of these commands."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Load:
-    """Several cargoes as one."""
+    """Several cargoes as one pipeline carries them."""
 
-    cargoes: tuple[Cargo, ...]
+    cargoes: Sequence[Cargo]
+    ends: list[int] = field(default_factory=list)
 
     def load(self, pipe: Any) -> None:
+        """Add all commands to the pipeline."""
+        self.ends = [len(pipe)]
         for cargo in self.cargoes:
             cargo.load(pipe)
+            self.ends.append(len(pipe))
+
+    def arrived(self, answers: list[Any]) -> None:
+        """Tell each cargo of which a command was refused; ``answers`` of the whole pipeline."""
+        for cargo, begin, end in zip(self.cargoes, self.ends, self.ends[1:], strict=False):
+            refused = [a for a in answers[begin:end] if isinstance(a, Exception)]
+            if refused:
+                cargo.left_behind(refused[0])
 
     def left_behind(self, error: BaseException) -> None:
+        """Nothing has arrived, or nobody knows."""
         for cargo in self.cargoes:
             cargo.left_behind(error)
 

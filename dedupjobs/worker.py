@@ -506,7 +506,7 @@ class DedupWorker(Worker):
                 runner.tell_end(claim, ending, status, None)
         elif lost := lifecycle.bury(claim.fence, "lost: its process died"):
             coordinator.tell_lost(lost, "death")
-        locks.release(claim.job_pk, claim.owner, cargo=counters.payment())
+        locks.release(claim.job_pk, claim.owner, cargo=[counters.payment()])
 
     def _tell_rq(self, job: RqJob, queue: Queue, execution: Execution, status: int) -> None:
         """Let RQ's own books show the dead horse; our row has been dealt with already."""

@@ -30,6 +30,7 @@ from dedupjobs import (
     invalidation,
     job,
     lifecycle,
+    locks,
     on_invalidate,
     operations,
     registry,
@@ -37,12 +38,13 @@ from dedupjobs import (
 )
 from dedupjobs.invalidation import Message
 from dedupjobs.lifecycle import Change
+from dedupjobs.locks import Grip
 from dedupjobs.models import Kind, ProcessedJob, Status
 from dedupjobs.testing import run_pending
 from tests import live
 from tests.app import jobs
 from tests.proxy import Proxy
-from tests.servers import HOST, free_port
+from tests.servers import HOST, Valkey, free_port
 from tests.settings import WORKER_NUMBER
 from tests.waiting import until
 
@@ -586,3 +588,34 @@ def test_listen_command_prints_each_change_calls_its_handlers_and_ends_on_a_sign
 def test_listen_command_names_a_handler_that_it_can_not_call(path: str) -> None:
     with pytest.raises(CommandError, match=path.replace(".", r"\.")):
         call_command("dedupjobs_listen", "--exec", path)
+
+
+# ---- with the release of a lock
+
+
+def news_of(row: ProcessedJob) -> invalidation.News:
+    return invalidation.News([change_of(row)])
+
+
+def test_what_redis_did_not_take_travels_with_the_next_release_of_a_lock(told: Any) -> None:
+    first, second = (jobs.record.enqueue(tag=tag).job for tag in "ab")
+    told()
+    news_of(first).left_behind(redis.ConnectionError("away"))
+    locks.acquire(second.pk, "me", ttl=60)
+    assert locks.release(second.pk, "me", cargo=[news_of(second)]) is Grip.HELD
+    assert [message["key"] for message in told()] == [first.key_hash, second.key_hash]
+    assert invalidation._owed.take(()) == []
+
+
+def test_news_that_a_read_only_redis_refuses_are_told_once_it_takes_them() -> None:
+    with Valkey() as server, live.changed(**live.redis_at(server.url), DEDUPJOBS=LONG):
+        row = jobs.record.enqueue(tag="a").job
+        locks.acquire(row.pk, "me", ttl=60)
+        cache.client().redis.set(entry := cache.entry_key(row.key_hash), "?somebody reads")
+        with server.client() as admin:
+            admin.replicaof("127.0.0.1", "1")
+            assert locks.release(row.pk, "me", cargo=[news_of(row)]) is Grip.UNREACHABLE
+            admin.replicaof("NO", "ONE")
+        assert cache.client().redis.get(entry) == b"?somebody reads"
+        assert locks.release(row.pk, "me", cargo=[invalidation.News()]) is Grip.HELD
+        assert cache.client().redis.get(entry) is None

@@ -67,27 +67,32 @@ class Statement:
     columns: tuple[str, ...] = ()
     converters: tuple[tuple[int, tuple[Any, ...], Any], ...] = ()
 
-    def execute(self, alias: str, slots: Slots) -> Any:
-        """Return the cursor after the execution."""
+    def change(self, alias: str, slots: Slots) -> int:
+        """Execute it and return how many rows it has changed."""
         connection = connections[alias]
-        params = [
-            p.bind(slots[p.name], connection) if isinstance(p, Slot) else p for p in self.params
-        ]
-        cursor = connection.cursor()
-        cursor.execute(self.sql, params)
-        return cursor
+        with connection.cursor() as cursor:
+            cursor.execute(self.sql, self._bound(slots, connection))
+            return int(cursor.rowcount)
 
     def row(self, alias: str, slots: Slots) -> dict[str, Any] | None:
         """Return the first row of the answer by its columns' names, or None."""
-        with self.execute(alias, slots) as cursor:
+        connection = connections[alias]
+        # Whatever cuts this off, the cursor is closed: on SQLite it would hold the write lock.
+        with connection.cursor() as cursor:
+            cursor.execute(self.sql, self._bound(slots, connection))
             rows = cursor.fetchall()
         if not rows:
             return None
-        values, connection = list(rows[0]), connections[alias]
+        values = list(rows[0])
         for place, convert, expression in self.converters:
             for one_of in convert:
                 values[place] = one_of(values[place], expression, connection)
         return dict(zip(self.columns, values, strict=True))
+
+    def _bound(self, slots: Slots, connection: Any) -> list[Any]:
+        return [
+            p.bind(slots[p.name], connection) if isinstance(p, Slot) else p for p in self.params
+        ]
 
 
 _compiled: dict[Any, Statement] = {}
@@ -117,11 +122,8 @@ class Rows:
     def update(self, **to: Any) -> int:
         """Return how many rows were changed."""
         statement, slots = self._statement(to, ())
-        with (
-            transaction.mark_for_rollback_on_error(using=self.alias),
-            statement.execute(self.alias, slots) as cursor,
-        ):
-            return int(cursor.rowcount)
+        with transaction.mark_for_rollback_on_error(using=self.alias):
+            return statement.change(self.alias, slots)
 
     def update_and_read(self, columns: tuple[str, ...], **to: Any) -> Any:
         """Return the row after its change, with these columns, or None if there was none."""
