@@ -11,7 +11,9 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from dedupjobs import lifecycle, summaries
+from dedupjobs.clock import DbNow
 from dedupjobs.coordinator import Coordinator
+from dedupjobs.lifecycle import statements
 from dedupjobs.models import (
     AttemptOutcome,
     DuplicateCount,
@@ -21,6 +23,7 @@ from dedupjobs.models import (
     Summary,
 )
 from dedupjobs.summaries import HOUR, MINUTE
+from dedupjobs.testing.moments import FrozenClock
 from tests.admin_rows import make, try_of
 from tests.app import jobs
 
@@ -36,7 +39,9 @@ def now(monkeypatch: pytest.MonkeyPatch) -> datetime:
 
 
 def pass_to(monkeypatch: pytest.MonkeyPatch, moment: datetime) -> None:
-    monkeypatch.setattr("dedupjobs.lifecycle.database_now", lambda: moment)
+    """Let the database's clock stand at ``moment``, as ``frozen_clock`` does."""
+    monkeypatch.setattr(DbNow, "PRESENT", FrozenClock(moment).present())
+    monkeypatch.setattr(statements, "_compiled", {})
 
 
 def end(at: datetime, outcome: str = "SUCCEEDED", **columns: Any) -> JobAttempt:
