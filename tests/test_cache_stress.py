@@ -78,12 +78,20 @@ def disturb(chance: random.Random, tags: list[str]) -> None:
             if what < 0.05:
                 client.flushdb()
             elif what < 0.1:
-                client.client_kill_filter(_type="pubsub")
+                cut_listeners_off(client)
             elif what < 0.12:
                 call_command("dedupjobs_prune", "--purge", "--limit", "2", verbosity=0)
             else:
                 jobs.record_briefly.enqueue(tag=chance.choice(tags))
             clock.sleep(chance.uniform(0, 0.05))
+
+
+def cut_listeners_off(client: redis.Redis) -> None:
+    """Close our listeners' connections; those of other databases belong to other tests."""
+    ours = str(client.connection_pool.connection_kwargs["db"])
+    for listener in client.client_list(_type="pubsub"):
+        if listener["db"] == ours:
+            client.client_kill_filter(_id=listener["id"])
 
 
 def all_final() -> bool:
