@@ -48,9 +48,9 @@ class Settings:
     SUMMARISE_EVERY: float = 20.0  # between two looks at what ended, for the dashboard's charts
     PUSH_TIMEOUT: float = 0.25  # that a web request may lose to Redis each second
     LOCK_TIMEOUT: float = 0.5  # for one lock command
-    MAX_PAYLOAD: int = 64 * 1024
-    MAX_RESULT: int = 64 * 1024
-    MAX_TRACEBACK: int = 16 * 1024
+    MAX_PAYLOAD: int = 64 * 1024  # bytes of a call's arguments; larger ones are refused
+    MAX_RESULT: int = 64 * 1024  # bytes of a result; a larger one is noted, not kept
+    MAX_TRACEBACK: int = 16 * 1024  # characters of a traceback that are kept
     REDACT: tuple[str, ...] = (  # parts of argument names whose values nobody sees
         "password",
         "passwd",
