@@ -51,6 +51,7 @@ from dedupjobs import (
     locks,
     registry,
     runner,
+    vitals,
 )
 from dedupjobs.books import Books, Entry, Taken, Till
 from dedupjobs.coordinator import Coordinator
@@ -104,6 +105,8 @@ class DedupWorker(Worker):
                 self.name,
             )
         self._name_unknown_jobs()
+        if error := vitals.sign():
+            self.log.error("Worker %s: who watches it will miss it: %s", self.name, error)
         _warm_up()
         self._mind_coordinator()
 
@@ -132,6 +135,8 @@ class DedupWorker(Worker):
         if pipeline is not None:
             super().heartbeat(timeout, pipeline)
             return
+        if not self.is_horse:
+            vitals.sign()
         if timeout is not None or clock.monotonic() >= self._next_heartbeat:
             self._next_heartbeat = clock.monotonic() + HEARTBEAT_EVERY
             with self._without_redis(), self.connection.pipeline() as together:
@@ -344,6 +349,7 @@ class DedupWorker(Worker):
             ride.answer = ride.horse.wait(GLANCE)
             if ride.answer is not None or ride.horse.is_dead:
                 break
+            vitals.sign()
             ride.beat()
             self._cut_off(ride, job)
             if clock.monotonic() >= next_report:
