@@ -130,6 +130,7 @@ RUBBISH = [
 ]
 
 
+@pytest.mark.large
 @with_sqlite
 @pytest.mark.parametrize("when", ["before the worker", "while it waits"])
 def test_nothing_that_somebody_puts_into_the_queue_runs_and_the_worker_goes_on(
@@ -160,6 +161,7 @@ def _worker_key(client: Redis) -> str:
     return str(next(iter(client.smembers("rq:workers"))))
 
 
+@pytest.mark.large
 @with_sqlite
 def test_nothing_in_rqs_books_runs_when_a_worker_puts_them_in_order(
     spawn: Spawn, traps: Path
@@ -202,6 +204,7 @@ def _forge_family(client: Redis, traps: Path) -> None:
     client.set("rq:queue:default:intermediate:first_seen:intermediate", "2026-01-01T00:00:00.0Z")
 
 
+@pytest.mark.large
 @with_sqlite
 def test_pickles_in_the_place_of_our_own_keys_are_never_loaded(spawn: Spawn, traps: Path) -> None:
     outcome = jobs.record.enqueue(tag="mine")

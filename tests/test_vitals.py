@@ -33,6 +33,7 @@ def moves(beat: Path) -> None:
         until(lambda before=before: beat.stat().st_mtime_ns > before, 10)  # type: ignore[misc]
 
 
+@pytest.mark.large
 def test_worker_touches_its_file_while_it_waits_and_while_a_job_runs(
     spawn: Spawn, beat: Path, tmp_path: Path
 ) -> None:
@@ -47,6 +48,7 @@ def test_worker_touches_its_file_while_it_waits_and_while_a_job_runs(
     live.wait_for(waiting)
 
 
+@pytest.mark.large
 def test_worker_that_stands_still_touches_nothing_and_goes_on_once_it_may(
     spawn: Spawn, beat: Path
 ) -> None:
@@ -58,6 +60,7 @@ def test_worker_that_stands_still_touches_nothing_and_goes_on_once_it_may(
     moves(beat)
 
 
+@pytest.mark.large
 def test_worker_whose_file_can_not_be_touched_says_so_and_works(spawn: Spawn) -> None:
     worker = live.start_worker(spawn, HEARTBEAT_FILE="/nowhere/beat")
     live.wait_for(jobs.record.enqueue(tag="a"))
@@ -80,6 +83,7 @@ def systemd(tmp_path: Path) -> Iterator[socket.socket]:
         yield listening
 
 
+@pytest.mark.large
 def test_systemd_hears_of_a_worker_as_long_as_it_is_well(
     spawn: Spawn, systemd: socket.socket
 ) -> None:
