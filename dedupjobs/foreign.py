@@ -20,6 +20,7 @@ from rq.serializers import JSONSerializer
 
 from dedupjobs import conf, dispatch
 from dedupjobs.exceptions import ForeignPickle
+from dedupjobs.visible import line
 
 PICKLE_MARK = b"\x80"  # how every pickle of protocol 2 and up begins
 HOOKS = frozenset(
@@ -103,6 +104,8 @@ class Guarded:
             raise
         except Exception as error:  # whatever RQ makes of what somebody has put there
             self.rubbish = f"{type(error).__name__}: {error}"
+        if self.description is not None:  # RQ logs it as it is
+            self.description = line(self.description)
 
 
 def _is_id(text: str) -> bool:

@@ -193,7 +193,7 @@ class DedupWorker(Worker):
             raise ValueError(f"{taken.rq_id!r} is no message: {error}") from None
         name = green(taken.queue.name)
         if self.log_job_description:
-            description = taken.raw.get(b"description", b"").decode(errors="replace")
+            description = line(taken.raw.get(b"description", b"").decode(errors="replace"))
             self.log.info("Worker %s: %s: %s (%s)", self.name, name, blue(description), job.id)
         else:
             self.log.info("Worker %s: %s: %s", self.name, name, job.id)

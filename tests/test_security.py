@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import json
 import pickle
+import re
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from django.core.management import CommandError, call_command
+from django.core.management.base import SystemCheckError
+from django.test import Client
 from redis import Redis
 
+import dedupjobs
 from dedupjobs import cache, dispatch
+from dedupjobs.exceptions import ArgumentError
 from tests import live
 from tests.app import jobs
 from tests.app.traps import bomb, call
@@ -224,6 +233,105 @@ def test_pickles_in_the_place_of_our_own_keys_are_never_loaded(spawn: Spawn, tra
     assert worker.is_alive()
     assert jobs.record.enqueue(tag="mine").kind == "REPLAYED"
     assert [path.name for path in traps.iterdir()] == []
+
+
+# ---- lines of the log
+
+
+@pytest.mark.large
+@with_sqlite
+@pytest.mark.parametrize("kind", ["of ours", "of ours with extras", "foreign"])
+def test_message_writes_no_line_of_its_own_into_the_workers_log(spawn: Spawn, kind: str) -> None:
+    lines = {"description": "a\nERROR forged line\x1b[2J\u202e"}
+    data = call(ENTRY, NOBODY) if kind.startswith("of ours") else call("os.getcwd", [])
+    if kind == "of ours with extras":
+        lines["exc_info"] = "b\nERROR forged line"
+    worker = live.start_worker(spawn)
+    with live.rq_client() as client:
+        for number in range(2):
+            push(client, *message(f"loud{number}", data, **lines))
+            live.wait_for(jobs.record.enqueue(tag=f"after {number}"))
+            until(lambda: client.hget(_worker_key(client), "state") == "idle", PATIENCE)
+    assert "forged line" in worker.output
+    assert [line for line in worker.output.splitlines() if line.startswith("ERROR")] == []
+    assert "\x1b[2J" not in worker.output
+    assert "\u202e" not in worker.output
+
+
+# ---- secrets
+
+
+PASSWORD = "correct-horse"
+
+
+def _commands() -> str:
+    """Return all that our commands and checks say."""
+    said = io.StringIO()
+    for command in ("dedupjobs_doctor", "dedupjobs_stats", "dedupjobs_duplicates", "check"):
+        options: dict[str, Any] = {"deploy": True} if command == "check" else {}
+        with suppress(SystemExit):
+            try:
+                call_command(command, stdout=said, stderr=said, **options)
+            except (SystemCheckError, CommandError) as error:
+                said.write(str(error))
+    return said.getvalue()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"redis://shop:{PASSWORD}@127.0.0.1:1/0",
+        f"redis://shop:{PASSWORD}@127.0.0.1:{{port}}/0",
+        f"redis://:{PASSWORD}/x@127.0.0.1:1/0",
+        f"redis://shop:{PASSWORD}@127.0.0.1:{PASSWORD}/0",
+    ],
+    ids=["unreachable", "refused", "cut by a slash", "as a port"],
+)
+def test_no_command_page_or_error_shows_a_password(
+    url: str, admin_client: Client, caplog: pytest.LogCaptureFixture, settings: Any
+) -> None:
+    port = settings.RQ_URL.partition("127.0.0.1:")[2].partition("/")[0]
+    queues = {name: {"URL": url.format(port=port)} for name in settings.RQ_QUEUES}
+    given: dict[str, Any] = {"RQ_QUEUES": queues}
+    if "x@" not in url and url.count(PASSWORD) == 1:
+        backend = "django_redis.cache.RedisCache"
+        given["CACHES"] = {"default": {"BACKEND": backend, "LOCATION": url.format(port=port)}}
+    token = {"DEDUPJOBS": {**settings.DEDUPJOBS, "METRICS_TOKEN": PASSWORD, "PUSH_TIMEOUT": 0.1}}
+    with live.changed(**given, **token):
+        try:
+            row = jobs.record.enqueue(tag="a").job
+            pages = ["dashboard/", "processedjob/", f"processedjob/{row.pk}/change/"]
+            said = "".join(
+                admin_client.get(f"/admin/dedupjobs/{page}").content.decode() for page in pages
+            )
+            said += admin_client.get("/metrics").content.decode() + _commands()
+        except ValueError as error:  # redis-py's own, about a URL that is none
+            said = _commands() + type(error).__name__
+    assert "redis" in said.lower()
+    assert PASSWORD not in said
+    assert PASSWORD not in caplog.text
+    assert settings.SECRET_KEY not in said
+
+
+@pytest.mark.parametrize("value", [f"{PASSWORD}\x00", f"{PASSWORD}\ud800"])
+def test_argument_that_can_not_be_stored_is_named_without_its_text(value: str) -> None:
+    with pytest.raises(ArgumentError) as refused:
+        jobs.record.enqueue(tag="a", text=value)
+    assert "text" in str(refused.value)
+    assert PASSWORD not in str(refused.value)
+
+
+def test_secrets_are_compared_in_constant_time_only() -> None:
+    digested = set()
+    secret = re.compile(r"METRICS_TOKEN|SECRET_KEY|\bsignature\b(?!\.)|\btoken\.encode")
+    for path in Path(dedupjobs.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare) and secret.search(ast.unparse(node)):
+                equals = {type(op) for op in node.ops} & {ast.Eq, ast.NotEq, ast.In, ast.NotIn}
+                assert not equals, f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "compare_digest":
+                digested.add(path.name)
+    assert digested == {"prometheus.py", "seal.py"}
 
 
 def test_bomb_of_these_tests_goes_off_where_it_is_loaded(traps: Path) -> None:
