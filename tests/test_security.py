@@ -21,8 +21,10 @@ from django.test import Client
 from redis import Redis
 
 import dedupjobs
-from dedupjobs import cache, dispatch
+from dedupjobs import cache, counters, dispatch, readings, stats
+from dedupjobs.coordinator import Coordinator
 from dedupjobs.exceptions import ArgumentError
+from dedupjobs.models import DuplicateCount
 from tests import live
 from tests.app import jobs
 from tests.app.traps import bomb, call
@@ -332,6 +334,31 @@ def test_secrets_are_compared_in_constant_time_only() -> None:
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "compare_digest":
                 digested.add(path.name)
     assert digested == {"prometheus.py", "seal.py"}
+
+
+@with_sqlite
+def test_all_doors_work_with_a_client_that_decodes_its_replies(settings: Any) -> None:
+    options = {"CONNECTION_POOL_KWARGS": {"decode_responses": True}}
+    decoding = {"default": {**settings.CACHES["default"], "OPTIONS": options}}
+    with live.changed(CACHES=decoding):
+        outcome = jobs.record.enqueue(tag="a")
+        assert jobs.record.enqueue(tag="a").kind == "DUPLICATE"
+        assert jobs.record.status(tag="a") == "PENDING"
+        assert live.work_off() == 1
+        live.wait_for(outcome)
+        cache.forget_clients()  # as another process asks, and again, of Redis
+        for _ in range(2):
+            assert jobs.record.status(tag="a") == "SUCCEEDED"
+            cache._forget_l1()
+        assert jobs.record.enqueue(tag="a").kind == "REPLAYED"
+        Coordinator().tick()
+        counters.pay()
+        found = {family.name: family.samples for family in readings.collect()}
+        assert sum(found["attempts_total"].values()) == 1
+        assert found["redis_up"] == {(): 1}
+        stats.flush()
+        stats.fold()
+        assert DuplicateCount.objects.filter(name="testapp.record").exists()
 
 
 def test_bomb_of_these_tests_goes_off_where_it_is_loaded(traps: Path) -> None:
