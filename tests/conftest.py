@@ -20,7 +20,7 @@ from tests.processes import Spawned
 ONCE = (
     "admin_input", "admin_permissions", "admin_truth", "admin_unfold", "admin_why", "backoff",
     "commands", "conf", "contrib", "deployment", "docs", "endings", "keys", "logs", "moving",
-    "policy_checks", "registry", "security", "slots", "tasks", "testing", "tracing",
+    "peers", "policy_checks", "readme", "registry", "security", "slots", "tasks", "testing", "tracing",
     "translations", "tutorial", "vitals",
 )  # fmt: skip
 if os.environ.get("DEDUPJOBS_TEST_DB", "sqlite") != "sqlite":

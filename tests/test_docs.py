@@ -51,7 +51,9 @@ def test_reference_leaves_out_no_setting_option_check_or_command() -> None:
     assert [name for name in commands if f"### {name}\n" not in text] == []
 
 
-@pytest.mark.parametrize(("page", "least"), [("verification", 51), ("dashboard", 15), ("security", 50)])
+@pytest.mark.parametrize(
+    ("page", "least"), [("verification", 51), ("dashboard", 15), ("security", 50)]
+)
 def test_every_test_that_a_page_names_is_there(page: str, least: int) -> None:
     named = set(re.findall(r"`(test_\w+)`", (DOCS / f"{page}.md").read_text()))
     files = list(TESTS.rglob("test_*.py"))
