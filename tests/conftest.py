@@ -20,8 +20,8 @@ from tests.processes import Spawned
 ONCE = (
     "admin_input", "admin_permissions", "admin_truth", "admin_unfold", "admin_why", "backoff",
     "commands", "conf", "contrib", "deployment", "docs", "endings", "keys", "logs", "moving",
-    "peers", "policy_checks", "readme", "registry", "security", "slots", "tasks", "testing", "tracing",
-    "translations", "tutorial", "vitals",
+    "peers", "policy_checks", "readme", "registry", "security", "slots", "tasks", "testing",
+    "tracing", "translations", "tutorial", "vitals",
 )  # fmt: skip
 if os.environ.get("DEDUPJOBS_TEST_DB", "sqlite") != "sqlite":
     collect_ignore = [f"test_{name}.py" for name in ONCE]
