@@ -55,11 +55,13 @@ def main() -> int:
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put it between its marks")
     options = parser.parse_args()
     parts = []
-    with tempfile.TemporaryDirectory(prefix="dedupjobs-profile-") as home:
-        with servers.redis_server(Path(home)) as redis_url:
-            for name in options.database or servers.installed_databases():
-                with servers.database(name, Path(home)) as tables:
-                    parts += _profiles(name, redis_url, tables, options.jobs)
+    with (
+        tempfile.TemporaryDirectory(prefix="dedupjobs-profile-") as home,
+        servers.redis_server(Path(home)) as redis_url,
+    ):
+        for name in options.database or servers.installed_databases():
+            with servers.database(name, Path(home)) as tables:
+                parts += _profiles(name, redis_url, tables, options.jobs)
     text = "\n\n".join(parts)
     print(text)
     if options.write:
@@ -79,8 +81,8 @@ def _profiles(name: str, redis_url: str, tables: dict[str, Any], jobs: int) -> I
     rounds.python(environment, "-m", "django", "migrate", "--run-syncdb", "--verbosity", "0")
     for subject in SUBJECTS:
         print(f"{name}: {subject}", file=sys.stderr, flush=True)
-        environment["BENCH_WORKER"] = "rq.Worker" if subject.endswith(" Worker") else (
-            "rq.SimpleWorker"
+        environment["BENCH_WORKER"] = (
+            "rq.Worker" if subject.endswith(" Worker") else ("rq.SimpleWorker")
         )
         count = jobs // 20 if subject.endswith(" Worker") else jobs
         found = rounds.measure(environment, "profile", subject, str(count))
@@ -124,7 +126,7 @@ def _work() -> None:
 
 @contextmanager
 def sampling(home: Path) -> Iterator[Callable[[], list[Any]]]:
-    """Sample this process, or while there is one the newest that it has forked; say what is seen."""
+    """Sample this process, or the newest that it has forked; then say what was seen."""
     seen: Counter[tuple[str, str]] = Counter()
 
     def look(signum: int, frame: FrameType | None) -> None:
