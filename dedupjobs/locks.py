@@ -171,7 +171,7 @@ def _outlives(name: str, ttl: float) -> bool:
     has no end. Its leader may be dead, and nobody would act until then.
     """
     left: Any = _client().pttl(name)
-    return left == -1 or left > 2 * _milliseconds(ttl)
+    return bool(left == -1 or left > 2 * _milliseconds(ttl))
 
 
 def resign(owner: str) -> None:
