@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from django.db import DatabaseError, InterfaceError
-from django.db.models import Case, Count, F, Min, When
+from django.db.models import Count, Min
 
 from dedupjobs import coordinator, counters, criteria, dispatch, lifecycle
 from dedupjobs.clock import DbNow
@@ -187,13 +187,10 @@ def _queues() -> list[str]:
 
 
 def _read_backlog(found: _Found, queue: str) -> None:
-    waiting = lifecycle.jobs().filter(queue=queue, status__in=WAITING)
-    due = Case(When(run_after__lte=DbNow(steady=True), then=F("run_after")))
-    rows = waiting.annotate(due=due)[:COUNTED]
-    seen = rows.aggregate(all=Count("pk"), ready=Count("due"), oldest=Min("due"))
-    found.gauge("backlog", seen["ready"], queue)
-    found.gauge("delayed", seen["all"] - seen["ready"], queue)
-    found.gauge("backlog_oldest_age_seconds", found.age(seen["oldest"]), queue)
+    seen = criteria.backlog(queue, most=COUNTED)
+    found.gauge("backlog", seen.due, queue)
+    found.gauge("delayed", seen.waiting - seen.due, queue)
+    found.gauge("backlog_oldest_age_seconds", found.age(seen.oldest), queue)
 
 
 def _read_outbox(found: _Found) -> None:

@@ -12,13 +12,14 @@ from django.conf import settings
 from django.db import connection
 from django.utils import translation
 
-from dedupjobs import cache, counters, invalidation
+from dedupjobs import cache, counters, invalidation, load
 from tests.processes import Spawned
 
 # What asks no database, brings its own, or asks for nothing that one has and another has not,
 # runs once, with the first of them.
 ONCE = (
-    "admin_input", "admin_permissions", "admin_truth", "admin_unfold", "admin_why", "backoff",
+    "admin_input", "admin_permissions", "admin_truth", "admin_unfold", "admin_why", "alert_rules",
+    "backoff", "pressure",
     "commands", "conf", "contrib", "docs", "endings", "keys", "logs", "moving",
     "policy_checks", "registry", "slots", "tasks", "testing", "tracing", "translations",
 )  # fmt: skip
@@ -39,6 +40,7 @@ def _empty_redis() -> None:
             client.flushdb()
     cache.forget_clients()
     counters.forget_owed()
+    load.forget()
 
 
 @pytest.fixture(autouse=True)
