@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from dedupjobs.thresholds import flag, number, seconds, share
 
+HALF_LIFE = 120.0  # seconds in which a score falls by half
 FEWEST = 100  # rows below which a backlog's growth is judged as if it had so many
 
 
@@ -33,7 +34,7 @@ class Limits:
     MEMORY_FROM: float = share(0.7)  # of what Redis may use
     MEMORY_TO: float = share(0.9)
     PENALTY: float = number(2.0, low=1.0, high=100.0)  # factor while memory is above MEMORY_TO
-    PAUSE: float = seconds(0.1)  # base of a DedupWorker's rest between two fetches
+    PAUSE: float = seconds(0.2)  # base of a DedupWorker's rest between two fetches
     LONGEST_RETRY: float = seconds(3600.0)  # bounds of what stretching may reach
     LONGEST_TICK: float = seconds(5.0)
     LONGEST_REST: float = seconds(1.0)
@@ -97,6 +98,16 @@ def _part(value: float, low: float, high: float) -> float:
     if value >= high:
         return 1.0
     return (value - low) / (high - low) if value > low else 0.0
+
+
+def eased(before: Level, now: Level, apart: float) -> Level:
+    """
+    Return a level that rises at once and falls by half in HALF_LIFE; ``apart``: seconds.
+
+    Else what was held back while it was high would all come when it falls.
+    """
+    fallen = before.score * 0.5 ** (apart / HALF_LIFE)
+    return Level(score=max(now.score, fallen), penalised=now.penalised)
 
 
 def growth(before: int, now: int, apart: float) -> float:

@@ -20,6 +20,7 @@ from dedupjobs.alerts import book, couriers, rules
 from dedupjobs.alerts.book import Key
 from dedupjobs.alerts.rules import Found
 from dedupjobs.alerts.sight import Looker
+from dedupjobs.pressure import CALM, Level, Load
 
 ABSENT = ("no_coordinator", "")
 FORGET_EVERY = 3600.0  # seconds
@@ -60,6 +61,8 @@ class Watch:
     owner: str = field(default_factory=clock.token)
     _looker: Looker = field(default_factory=Looker)
     _patience: Patience = field(default_factory=Patience)
+    _level: Level = CALM
+    _looked: float = 0.0
     _next_forget: float = 0.0
 
     def round(self, *, leads: bool = True) -> Done:
@@ -73,10 +76,17 @@ class Watch:
             self._looker = Looker()  # its past would have a hole
             return Done(raised=tuple(raised))
         sight, measured = self._looker.look()
-        load.note(measured, pressure.level(measured, conf.limits()), self.owner)
+        load.note(measured, self._eased(measured), self.owner)
         more, cleared = self._settle(rules.judge(sight, conf.alerts()))
         self._forget_old()
         return Done(raised=(*raised, *more), cleared=tuple(cleared))
+
+    def _eased(self, measured: Load) -> Level:
+        now = clock.monotonic()
+        level = pressure.level(measured, conf.limits())
+        self._level = pressure.eased(self._level, level, now - self._looked)
+        self._looked = now
+        return self._level
 
     def _settle(self, verdicts: Mapping[str, list[Found] | None]) -> tuple[list[Key], list[Key]]:
         now, told = clock.monotonic(), conf.alerts()
