@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import threading
@@ -14,12 +15,13 @@ from typing import Any
 
 import pytest
 from django.core import mail
+from django.core.management import call_command
 from django.db import connection, connections
 from django.db.backends.sqlite3.base import DatabaseWrapper as SqliteWrapper
-from django.test import override_settings
+from django.test import Client, override_settings
 from django.test.utils import CaptureQueriesContext
 
-from dedupjobs import clock, conf, counters, load, signals, stats
+from dedupjobs import clock, conf, counters, diagnosis, load, readings, signals, stats
 from dedupjobs import job as register
 from dedupjobs.alerts import book, couriers, rules, watch
 from dedupjobs.alerts.book import News
@@ -29,6 +31,7 @@ from dedupjobs.clock import DbNow
 from dedupjobs.coordinator import Coordinator
 from dedupjobs.models import Alert, AlertNotice, JobAttempt, ProcessedJob, Status
 from dedupjobs.models import Watch as LastLook
+from dedupjobs.pressure import Level, Load
 from tests import live
 from tests.app import jobs
 from tests.servers import Valkey
@@ -633,6 +636,162 @@ def test_receiver_that_raises_keeps_nothing_from_being_told(hook: Hook) -> None:
             assert deliver("webhook") == 1
     finally:
         signals.alert_changed.disconnect(burst)
+
+
+# ---- shown
+
+
+def test_dashboard_shows_open_alerts_and_says_that_all_is_not_well(admin_client: Client) -> None:
+    url = "/admin/dedupjobs/dashboard/"
+    with told():
+        watching, row = Watch(), make_dead()
+        Coordinator().tick()
+        looks(watching)
+        page = admin_client.get(url).content.decode()
+        assert "Alert:" in page
+        assert "1 row of testapp.record DEAD." in page
+        assert "Look at the error, then retry or purge them." in page
+        assert "All is well." not in page
+        mend(row)
+        looks(watching)
+        assert "1 row of testapp.record DEAD." not in admin_client.get(url).content.decode()
+        listed = admin_client.get("/admin/dedupjobs/alert/").content.decode()
+    assert "1 row of testapp.record DEAD." in listed, "the list keeps what was cleared"
+
+
+def test_dashboard_draws_the_pressure(admin_client: Client) -> None:
+    with told():
+        load.note(Load(delay=33.0), Level(score=0.51), "somebody")
+        Coordinator().tick()
+        page = admin_client.get("/admin/dedupjobs/dashboard/").content.decode()
+    assert "Pressure" in page
+    assert "0.51" in page
+
+
+def test_metrics_count_open_alerts_by_kind_and_have_the_score() -> None:
+    with told():
+        assert sample("pressure_score") is None
+        make_dead()
+        looks(Watch())
+        load.note(Load(), Level(score=0.25), "somebody")
+        assert sample("alerts", "dead") == 1
+        assert sample("alerts", "held") == 0
+        assert sample("alerts", "no_coordinator") == 0
+        assert sample("pressure_score") == 0.25
+        LastLook.objects.update(at=DbNow(-90))
+        assert sample("alerts", "no_coordinator") == 1
+        assert sample("pressure_score") is None
+
+
+def sample(name: str, *labels: str) -> float | None:
+    families = {family.name: family for family in readings.collect()}
+    return families[name].samples.get(labels) if name in families else None
+
+
+def test_doctor_names_open_alerts_with_their_cure() -> None:
+    with told():
+        make_dead()
+        looks(Watch())
+        found = [f for f in diagnosis.examine() if f.about == "alerts"]
+    assert [(f.level, f.words) for f in found] == [
+        ("warning", "dead: 1 row of testapp.record DEAD."),
+        ("ok", "nobody is told but the log and the admin: neither ADMINS nor a webhook is set"),
+    ]
+    assert found[0].cure
+
+
+def command(*options: str) -> tuple[int, str]:
+    out = io.StringIO()
+    try:
+        call_command("dedupjobs_alerts", *options, stdout=out)
+    except SystemExit as ended:
+        return int(ended.code or 0), out.getvalue()
+    return 0, out.getvalue()
+
+
+def test_command_lists_what_is_open_by_its_exit_code_too() -> None:
+    with told(NO_COORDINATOR=20):
+        assert command() == (0, "No alert is open.\n")
+        row = make_dead()
+        looks(Watch())
+        code, out = command()
+        assert code == 1
+        assert out.startswith("WARNING  dead (testapp.record) since 20")
+        assert "     → Look at the error" in out
+        (facts,) = [json.loads(text) for text in command("--json")[1].splitlines()]
+        assert (facts["kind"], facts["subject"]) == ("dead", "testapp.record")
+        mend(row)
+        looks(Watch())
+        assert command()[0] == 0
+        code, out = command("--all")
+        assert code == 0
+        assert ", cleared 20" in out
+        LastLook.objects.update(at=DbNow(-25))
+        assert command()[0] == 2
+
+
+def test_command_tells_that_no_coordinator_is_there(hook: Hook) -> None:
+    with told(NO_COORDINATOR=20, WEBHOOK=hook.url):
+        Watch().round()
+        LastLook.objects.update(at=DbNow(-25))
+        assert command("--tell")[0] == 2
+        assert command("--tell")[0] == 2
+    assert [got["kind"] for got in hook.got] == ["no_coordinator"], "once"
+
+
+# ---- what stretches by the pressure
+
+
+def test_retry_is_stretched_by_the_pressure_and_not_without() -> None:
+    delays = []
+    for score, penalised in ((0.0, False), (1.0, False), (1.0, True)):
+        load.note(Load(), Level(score=score, penalised=penalised), "somebody")
+        load.forget()
+        row = live.row_of(jobs.fail_once.enqueue(tag=f"{score} {penalised}"))
+        live.deliver(row)
+        row.refresh_from_db()
+        ended = JobAttempt.objects.get(job=row).ended_at
+        delays.append((row.run_after - ended).total_seconds())
+    assert delays == pytest.approx([2.0, 4.0, 8.0], abs=0.5)
+
+
+def test_old_pressure_stretches_nothing() -> None:
+    load.note(Load(), Level(score=1.0), "somebody")
+    assert load.retry(2.0) == 4.0
+    LastLook.objects.update(at=DbNow(-load.OLD - 1))
+    load.forget()
+    assert load.retry(2.0) == 2.0
+
+
+def test_worker_rests_after_a_failure_and_a_success_resets_it() -> None:
+    load.note(Load(), Level(score=1.0), "somebody")
+    live.deliver(live.row_of(jobs.record.enqueue(tag="a")))
+    assert load.rest() == 0.0
+    live.deliver(live.row_of(jobs.fail.enqueue(tag="b")))
+    assert load.rest() == conf.limits().PAUSE
+    live.deliver(live.row_of(jobs.record.enqueue(tag="c")))
+    assert load.rest() == 0.0
+
+
+@live.with_sqlite
+def test_dedup_worker_rests_between_two_fetches_of_failing_jobs(spawn: live.Spawn) -> None:
+    load.note(Load(delay=999.0), Level(score=1.0), "somebody")
+    for tag in "abcd":
+        jobs.fail_for_good.enqueue(tag=tag)
+    pressure = {"PAUSE": 0.8, "DELAY_FROM": 0.001, "DELAY_TO": 0.002}
+    live.start_worker(spawn, PRESSURE=pressure, ALERTS={"EVERY": 1000, "NO_COORDINATOR": 2000})
+    until(lambda: JobAttempt.objects.filter(outcome="FAILED").count() == 4, live.PATIENCE)
+    ended = sorted(JobAttempt.objects.values_list("ended_at", flat=True))
+    began = sorted(JobAttempt.objects.values_list("claimed_at", flat=True))
+    gaps = [(b - e).total_seconds() for e, b in zip(ended, began[1:], strict=False)]
+    assert all(gap >= 0.75 for gap in gaps), gaps
+
+
+def test_tick_is_stretched_within_what_the_leader_lease_allows() -> None:
+    load.note(Load(), Level(score=1.0), "somebody")
+    with told():
+        assert load.tick(0.2) == 0.4
+        assert load.tick(0.4) == 0.5
 
 
 # ---- beside the ticks

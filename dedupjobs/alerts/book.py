@@ -68,6 +68,11 @@ def standing() -> list[Alert]:
     return found
 
 
+def everything() -> list[Alert]:
+    """Return all alerts that are remembered, what was raised last first."""
+    return list(_rows().order_by("-raised_at", "-pk")[:MOST_OPEN])
+
+
 @dataclass(frozen=True, slots=True)
 class Gap:
     """That nobody looks. ``age``: seconds since somebody did; None: nobody ever has."""
