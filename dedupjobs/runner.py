@@ -523,6 +523,8 @@ def _free_lock(claim: Claim, grip: Grip, status: Status | None, heart: Heart, ne
     """
     if grip in (Grip.UNREACHABLE, Grip.UNUSED):
         news.send()
+        if grip is Grip.UNREACHABLE:
+            counters.pay()  # no release carries it, and it has a budget of its own
         return
     cargo: list[Cargo] = [counters.payment(due=host.pays_when_idle)]
     if news.travels:

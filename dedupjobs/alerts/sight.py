@@ -151,7 +151,9 @@ class Looker:
 
     def _jobs(self, now: float, at: datetime) -> Iterator[Job]:
         told = conf.alerts()
-        totals = summaries.by_job(at - timedelta(seconds=told.WITHIN))
+        # Whole minutes: what happened within WITHIN, and up to a minute more.
+        since = summaries.floor(at - timedelta(seconds=told.WITHIN), MINUTE)
+        totals = summaries.by_job(since)
         table = DuplicateCount._base_manager.using(lifecycle.alias()).order_by("pk")
         rows = table.values_list("name", "cause", "count")[:MOST_CAUSES]
         counts = {f"{name}|{cause}": number for name, cause, number in rows}
