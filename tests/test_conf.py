@@ -47,6 +47,8 @@ def test_defaults_are_those_of_the_design() -> None:
         "METRICS_TOKEN": None,
         "LOG_KEYS": False,
         "DEFAULTS": {},
+        "ALERTS": {},
+        "PRESSURE": {},
     }
 
 
