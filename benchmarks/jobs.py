@@ -42,3 +42,13 @@ def hand_made(number: int) -> None:
 @job(key="noop:{number}", unique_for=FOREVER)
 def deduplicated(number: int) -> None:
     stamps.mark()
+
+
+@job(key="grouped:{number}", unique_for=FOREVER, batch="group")
+def grouped(number: int) -> None:
+    stamps.mark()
+
+
+@job(key="atomic:{number}", unique_for=FOREVER, atomic=True)
+def atomic(number: int) -> None:
+    stamps.mark()

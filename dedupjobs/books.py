@@ -117,7 +117,7 @@ def _names_our_entry(data: bytes) -> bool:
     except ValueError:
         return False
     # As RQ writes a call: function, instance, arguments, keywords.
-    ours = isinstance(call, list) and call[:2] == [dispatch.ENTRY, None]
+    ours = isinstance(call, list) and call[1:2] == [None] and call[0] in dispatch.ENTRIES
     return ours and isinstance(call[2], list) and call[3:] == [{}]
 
 

@@ -29,7 +29,7 @@ from django.core.cache import caches
 from django.db import connections
 
 from dedupjobs import clock, conf, counters, interrupts, runner, spans
-from dedupjobs.heartbeat import Heart, Pacemaker
+from dedupjobs.heartbeat import B, Heart, Pacemaker
 from dedupjobs.lifecycle import Claim
 from dedupjobs.registry import Options
 from dedupjobs.slate import Memory, Slate
@@ -123,7 +123,7 @@ class HorseHost(runner.Host):
     def settled(self, claim: Claim) -> None:
         self.sheet.write({})
 
-    def beating(self, heart: Heart) -> AbstractContextManager[Heart]:
+    def beating(self, heart: B) -> AbstractContextManager[B]:
         return self.pacemaker.beating(heart)
 
 
@@ -265,6 +265,7 @@ class Ride:
                 name=facts["name"],
                 lease=facts["lease"],
                 tells=False,
+                kin=self.owner if facts["owner"] != self.owner else "",
             )
             self.heart.start()
 

@@ -66,6 +66,7 @@ IDLE_WAIT = 2  # seconds that an idle worker blocks in Redis before it looks at 
 HEARTBEAT_EVERY = 10.0  # seconds between what RQ writes nine times a job; its own patience is 60
 MOST_RAISED = 3_000  # bytes of a traceback; so short a message is never cut in a pipe
 RQ_GRACE = 60.0  # seconds after which RQ's worker kills a horse that its alarm has not ended
+BATCH_DIED = "its process died while it ran another job of the batch"
 PICKLE_MARK = b"\x80"  # how every pickle of protocol 2 and up begins
 
 
@@ -82,7 +83,7 @@ class Serializer:
                 return pickle.loads(data)  # noqa: S301 - asked for by the setting
             raise _foreign("was queued as a pickle, which runs any code its writer likes")
         value = JSONSerializer.loads(data, *args, **kwargs)
-        if _is_call(value) and value[0] != dispatch.ENTRY and not trusts:
+        if _is_call(value) and value[0] not in dispatch.ENTRIES and not trusts:
             raise _foreign(f"names {value[0]!r}, and RQ would run any function so named")
         return value
 
@@ -484,8 +485,9 @@ class DedupWorker(Worker):
         """End the attempts that the dead horse has left open: we have reaped it, so it is dead."""
         try:
             with counters.gathering():
+                culprit = ride.running.get("fence")
                 for claim in lifecycle.claimed_by(ride.owner):
-                    self._bury_one(claim, ride.killed)
+                    self._bury_one(claim, ride.killed, innocent=culprit not in (None, claim.fence))
             lifecycle.mark_unsent([rq_id])  # rows that it had not claimed yet have no message now
             coordinator.Coordinator().hand_over([q.name for q in self.queues])
         except (DatabaseError, InterfaceError) as error:
@@ -497,9 +499,12 @@ class DedupWorker(Worker):
         finally:
             connections.close_all()
 
-    def _bury_one(self, claim: Claim, killed: str) -> None:
+    def _bury_one(self, claim: Claim, killed: str, *, innocent: bool) -> None:
+        """End an attempt of a dead horse; ``innocent``: another row of its batch was running."""
         job = registry.find(claim.name)
         ending = _ending_of(killed, job.options if job else Options())
+        if innocent:
+            ending = Interrupted(reason=BATCH_DIED) if claim.began else None
         if ending is not None:
             status = runner.settle(claim, ending, execution.note_of(ending, None), job)
             if status is not None:

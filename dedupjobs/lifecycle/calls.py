@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from django.db import OperationalError, connections, transaction
 from django.db.models import Exists, F, OuterRef
 
-from dedupjobs import clock, probes
+from dedupjobs import clock, conf, probes
 from dedupjobs.clock import DbNow
 from dedupjobs.exceptions import DedupJobsError, TransactionLost
 from dedupjobs.lifecycle.rows import (
@@ -203,9 +203,19 @@ def _insert_many(calls: Sequence[Call], options: Options) -> dict[str, Processed
     """
     if not calls:
         return {}
-    drawn = {call.key_hash: new_dispatch_id() for call in calls}
+    drawn = _drawn(calls, options)
     rows = [ProcessedJob(**_new_row(c, options, drawn[c.key_hash])) for c in calls]
     return _or_read_again(lambda: _inserted(rows, drawn), {})
+
+
+def _drawn(calls: Sequence[Call], options: Options) -> dict[str, str]:
+    """Return an RQ id by key hash; rows that may share a message have one id."""
+    size = conf.get().BATCH if options.batch else 1
+    drawn: dict[str, str] = {}
+    for start in range(0, len(calls), size):
+        shared = new_dispatch_id()
+        drawn |= {call.key_hash: shared for call in calls[start : start + size]}
+    return drawn
 
 
 def _new_row(call: Call, options: Options, dispatch_id: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 from django.db import transaction
@@ -99,7 +98,7 @@ def claim(
             beat_at=DbNow(),
             claimed_at=DbNow(),
             began_at=DbNow() if begins else None,
-            queue_delay=_seconds_between(max(row.run_after, row.enqueued_at), row.started_at),
+            queue_delay=queue_delay(row),
             lock_wait=place.lock_wait,
             host=place.host[:200],
             pid=place.pid,
@@ -145,8 +144,12 @@ def claim_of(attempt: JobAttempt, row: ProcessedJob) -> Claim:
     )
 
 
-def _seconds_between(earlier: datetime, later: datetime | None) -> float | None:
-    return None if later is None else max((later - earlier).total_seconds(), 0.0)
+def queue_delay(row: ProcessedJob) -> float | None:
+    """Return the seconds from when a claimed job was due to its claim."""
+    if row.started_at is None:
+        return None
+    waited = row.started_at - max(row.run_after, row.enqueued_at)
+    return max(float(waited.total_seconds()), 0.0)
 
 
 def begin(claim: Claim) -> bool:
@@ -202,6 +205,10 @@ def look(fence: int) -> Pulse:
     row = found.values_list("outcome", "job__cancel_requested", "job__hold_requested").first()
     if row is None:  # not visible yet to this connection: no proof of anything
         return Pulse()
-    outcome, cancel, hold = row
+    return pulse_of(*row)
+
+
+def pulse_of(outcome: str | None, cancel: bool, hold: bool) -> Pulse:
+    """Return what an attempt's outcome, and what is asked of its job, mean to who runs it."""
     lost = outcome in (AttemptOutcome.LOST, AttemptOutcome.RETURNED)
     return Pulse(lost=lost, over=outcome is not None, cancel=cancel, hold=hold)

@@ -44,23 +44,23 @@ def complete(
     claim: Claim, result: str, *, unique_for: timedelta | None, note: Note = NO_NOTE
 ) -> Status | None:
     """RUNNING → SUCCEEDED, or PENDING if a rerun waits. The success holds the key from now."""
-    until = DbNow(unique_for or 0) if unique_for is not FOREVER else None
 
     def move() -> Status | None:
-        return leave(
-            claim,
-            Status.SUCCEEDED,
-            rerun_args=None,
-            sets={
-                "result": result,
-                "error": "",
-                "finished_at": DbNow(),
-                "unique_until": until,
-                **UNASKED,
-            },
-        ) or take_up(claim)
+        return succeed(claim, result, unique_for) or take_up(claim)
 
     return _settle(claim, AttemptOutcome.SUCCEEDED, note, move)
+
+
+def succeed(claim: Claim, result: str, unique_for: timedelta | None) -> Status | None:
+    """Move a job whose attempt has ended in this transaction; None: not ours, or a rerun waits."""
+    sets = {
+        "result": result,
+        "error": "",
+        "finished_at": DbNow(),
+        "unique_until": DbNow(unique_for or 0) if unique_for is not FOREVER else None,
+        **UNASKED,
+    }
+    return leave(claim, Status.SUCCEEDED, rerun_args=None, sets=sets)
 
 
 def fail(claim: Claim, *, after: float, note: Note, timed_out: bool = False) -> Status | None:

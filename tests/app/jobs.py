@@ -480,3 +480,19 @@ def break_query(*, tag: str) -> None:
 def log_a_line(*, tag: str) -> None:
     """Write a log line of the job's own."""
     logging.getLogger("shop").warning("charging")
+
+
+# ---- for batches
+
+
+@job(key="group:{tag}", unique_for=FOREVER, batch="group", lease=5, backoff=0.1)
+def record_in_group(*, tag: str, fails: bool = False) -> str:
+    note(tag, str(current_attempt().number))
+    if fails and current_attempt().number == 1:
+        raise ValueError("the first attempt")
+    return tag
+
+
+@job(key="alone:{tag}", unique_for=FOREVER, batch=False)
+def record_alone(*, tag: str) -> None:
+    note(tag)

@@ -1,0 +1,103 @@
+"""The three ways in which the jobs of a batch are run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from django.db import connections
+
+from dedupjobs import clock, execution, lifecycle, runner, spans
+from dedupjobs.batches.course import Course, end_span
+from dedupjobs.batches.desk import write
+from dedupjobs.batches.members import Member, Ran
+from dedupjobs.batches.shared import Shared
+from dedupjobs.endings import Lapsed, Succeeded
+from dedupjobs.lifecycle import Apart
+from dedupjobs.models import Status
+
+
+def run(members: Sequence[Member]) -> None:
+    """Run claimed rows, each in the way of its job."""
+    course = Course(members)
+    with course.open():
+        _one_after_the_other(course, [m for m in members if m.mode == "each"])
+        _gathered(course, [m for m in members if m.mode == "group"])
+        _atomically(course, [m for m in members if m.mode == "atomic"])
+
+
+def _one_after_the_other(course: Course, members: Sequence[Member]) -> None:
+    """Write each ending before the next job starts."""
+    for member, following in zip_longest(members, members[1:]):
+        if course.is_over:
+            return
+        course.renew_if_old()
+        if not course.begins(member):
+            continue
+        ran = _call(course, member)
+        if ran.is_unwritten:
+            # What must not be repeated blindly begins by itself, once nothing else can come.
+            begins = following if following and following.options.on_lost != "hold" else None
+            written = write([ran], begins.claim if begins else None)
+            if begins and begins.claim.fence in written:
+                course.note_begun(begins)
+        course.finish(ran)
+
+
+def _gathered(course: Course, members: Sequence[Member]) -> None:
+    """Let successes wait to be written together."""
+    for member in members:
+        if course.is_over:
+            return
+        course.renew_if_old()
+        ran = _call(course, member)
+        if ran.is_unwritten:
+            course.desk.take_unwritten(ran)
+        else:
+            course.finish(ran)
+
+
+def _call(course: Course, member: Member) -> Ran:
+    """Call the function, and settle whatever is no plain success."""
+    attempt = course.start(member)
+    claim, heart, job = member.claim, member.heart, member.job
+    begun = clock.monotonic()
+    with spans.consuming(claim) as span:
+        ending, note = execution.execute(job, claim, attempt, heart, borrowed=False)
+        status: Status | None = None
+        if attempt.completed or not isinstance(ending, Succeeded):
+            ending, status = runner.conclude(attempt, claim, ending, note, job, heart)
+            if status is None and isinstance(ending, Succeeded):
+                ending = Lapsed()
+        end_span(span, ending, status)
+    return Ran(member, ending, note, clock.monotonic() - begun, status)
+
+
+def _atomically(course: Course, members: Sequence[Member]) -> None:
+    """Let atomic jobs share transactions."""
+    if connections[lifecycle.alias()].vendor == "sqlite":
+        _alone(course, members)
+        return
+    apart = Apart(durable=any(member.options.on_lost == "hold" for member in members))
+    try:
+        while members and not course.is_over:
+            course.renew_if_old()
+            members = members[Shared(course, members, apart).run() :]
+    finally:
+        apart.close()
+
+
+def _alone(course: Course, members: Sequence[Member]) -> None:
+    """Run each atomic job in a transaction of its own."""
+    for member in members:
+        if course.is_over:
+            return
+        course.renew_if_old()
+        if not course.begins(member):
+            continue
+        course.start(member)
+        begun = clock.monotonic()
+        with spans.consuming(member.claim) as span:
+            ending, status = runner.perform(member.claim, member.heart, borrowed=False)
+            end_span(span, ending, status)
+        course.finish(Ran(member, ending, lifecycle.NO_NOTE, clock.monotonic() - begun, status))
