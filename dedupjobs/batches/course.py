@@ -26,7 +26,7 @@ from dedupjobs.lifecycle import Claim
 from dedupjobs.models import Status
 from dedupjobs.runner import CLAIM_PATIENCE
 
-PATIENT = 1.0  # seconds after which rows whose turn has not come go back, for any worker to take
+PATIENT = 5.0  # seconds after which rows whose turn has not come go back, for any worker to take
 PUSH_PATIENCE = 5.0  # seconds that their messages may take
 
 
@@ -66,12 +66,20 @@ class Course:
         if self.chorus.is_old:
             runner.persist(lambda first: self.chorus.tick(), patience=CLAIM_PATIENCE)
 
+    def may_begin(self, member: Member) -> bool:
+        """
+        Whether it may begin with the ending before it: nothing is likely to come between.
+
+        What must not be repeated blindly begins by itself, once nothing can.
+        """
+        return not (self.is_over or member.options.on_lost == "hold" or member.is_asked)
+
     def begins(self, member: Member) -> bool:
         """Write that its code starts; False: it must not, and has been dealt with."""
-        claim, pulse = member.claim, member.heart.pulse
+        claim = member.claim
         if claim.fence in self._begun:
             return True
-        if pulse.cancel or pulse.hold:
+        if member.is_asked:
             runner.persist(lambda first: lifecycle.unclaim(claim), patience=CLAIM_PATIENCE)
         elif runner.persist(lambda first: _begin(claim), patience=CLAIM_PATIENCE):
             self._begun.add(claim.fence)

@@ -35,6 +35,11 @@ class Member:
         return self.job.options
 
     @property
+    def is_asked(self) -> bool:
+        """Whether a beat has seen that it is to be cancelled or held."""
+        return self.heart.pulse.cancel or self.heart.pulse.hold
+
+    @property
     def mode(self) -> str:
         """In which way it is run: "each", "group" or "atomic"."""
         if self.options.atomic:
@@ -80,7 +85,10 @@ def wanted_of(rows: Rows, owner: str) -> list[Wanted]:
 
 def claimed(wanted: Sequence[Wanted], owner: str) -> list[Member]:
     """Take locks and rows, each in one round trip; whatever Redis says, the rows decide."""
-    firsts = list({row.pk: row for row in reversed(wanted)}.values())[::-1]
+    named: dict[int, Wanted] = {}
+    for row in wanted:
+        named.setdefault(row.pk, row)
+    firsts = list(named.values())
     taken = locks.take_many([(row.pk, row.owner) for row in firsts], ttl=FIRST_LEASE)
     known = registry.by_name()
     terms = {

@@ -36,8 +36,7 @@ def _one_after_the_other(course: Course, members: Sequence[Member]) -> None:
             continue
         ran = _call(course, member)
         if ran.is_unwritten:
-            # What must not be repeated blindly begins by itself, once nothing else can come.
-            begins = following if following and following.options.on_lost != "hold" else None
+            begins = following if following and course.may_begin(following) else None
             written = write([ran], begins.claim if begins else None)
             if begins and begins.claim.fence in written:
                 course.note_begun(begins)

@@ -51,6 +51,7 @@ class Shared:
                 self._run_until(clock.monotonic() + GATHERED)
                 lifecycle.assert_unbroken(mark)
                 self._move_jobs()
+            probes.reach("settle.committed")
         except _BreakError:
             self._interrupt_innocents(doubtful=False)
         except Exception as error:
@@ -59,7 +60,6 @@ class Shared:
             if isinstance(error, CONNECTION_ERRORS):
                 connections[lifecycle.alias()].close()
             self._interrupt_innocents(doubtful=True)
-        probes.reach("settle.committed")
         self._settle_others()
         return self._taken
 
@@ -102,7 +102,9 @@ class Shared:
                     raise _UndoError
         except _UndoError:
             pass
-        except Exception as error:  # the savepoint, or the end of the attempt, was refused
+        except CONNECTION_ERRORS as error:
+            ran.ending = Interrupted(reason=f"its ending was not written: {error}"[:500])
+        except Exception as error:  # what it wrote was refused at the savepoint's end
             ran.ending = execution.ending_of(error, member.options, member.heart)
             ran.note = execution.note_of(ran.ending, None)
         return ran

@@ -241,9 +241,43 @@ def beat_kin(owner: str, *, but: int, lease: float) -> None:
 
 # ---- complete
 
-# Writes the successes whose attempt is open and whose job is still theirs and has no rerun
-# waiting: locks the attempts first, then the jobs, each in the order of their keys. ``next``: an
-# attempt that begins once these have ended; 0: none.
+# What follows writes "outcome IS NULL" as COALESCE: the planner takes few attempts to be open, and
+# would read all that were since the last VACUUM from the index on outcome.
+
+# Writes a success if its attempt is open, its job still its own, and no rerun waits: locks the
+# attempt first, then the job. ``next``: an attempt that begins in the same transaction; 0: none.
+COMPLETE_ONE = """
+WITH open AS MATERIALIZED (
+    SELECT id FROM dedupjobs_jobattempt
+    WHERE id = %(fence)s AND COALESCE(outcome, '') = '' FOR UPDATE
+), mine AS MATERIALIZED (
+    SELECT id FROM dedupjobs_processedjob
+    WHERE id = %(pk)s AND status = 'RUNNING' AND attempts = %(number)s AND rerun_args IS NULL
+        AND EXISTS (SELECT 1 FROM open)
+    FOR UPDATE
+), moved AS (
+    UPDATE dedupjobs_processedjob
+    SET status = 'SUCCEEDED', version = version + 1, result = %(result)s, error = '',
+        finished_at = clock_timestamp(),
+        unique_until = clock_timestamp() + %(holds)s::float8 * interval '1 second',
+        cancel_requested = false, hold_requested = false
+    WHERE id = %(pk)s AND status = 'RUNNING' AND attempts = %(number)s AND rerun_args IS NULL
+        AND EXISTS (SELECT 1 FROM mine)
+), ended AS (
+    UPDATE dedupjobs_jobattempt
+    SET outcome = 'SUCCEEDED', ended_at = clock_timestamp(), reason = %(reason)s,
+        run_time = %(run_time)s, error_class = '', error_message = '', traceback = ''
+    WHERE id = %(fence)s AND COALESCE(outcome, '') = '' AND EXISTS (SELECT 1 FROM mine)
+    RETURNING id
+), begun AS (
+    UPDATE dedupjobs_jobattempt SET began_at = clock_timestamp()
+    WHERE id = %(next)s AND COALESCE(outcome, '') = '' AND began_at IS NULL
+    RETURNING id
+)
+SELECT id FROM ended UNION ALL SELECT id FROM begun
+"""
+
+# The same for many, each in the order of their keys.
 COMPLETE = """
 WITH given AS (
     SELECT * FROM unnest(
@@ -252,56 +286,66 @@ WITH given AS (
     ) AS given (fence, pk, number, result, holds, reason, run_time)
 ), open AS (
     SELECT id FROM dedupjobs_jobattempt
-    WHERE id = ANY(%(fences)s::bigint[]) AND outcome IS NULL ORDER BY id FOR UPDATE
+    WHERE id = ANY(%(fences)s::bigint[]) AND COALESCE(outcome, '') = '' ORDER BY id FOR UPDATE
 ), mine AS (
-    SELECT job.id FROM dedupjobs_processedjob AS job, given, open
-    WHERE job.id = given.pk AND given.fence = open.id AND job.id = ANY(%(pks)s::bigint[])
+    SELECT job.id, given.* FROM dedupjobs_processedjob AS job, given
+    WHERE job.id = given.pk AND given.fence IN (SELECT id FROM open)
         AND job.status = 'RUNNING' AND job.attempts = given.number AND job.rerun_args IS NULL
     ORDER BY job.id FOR UPDATE OF job
-), ended AS (
-    UPDATE dedupjobs_jobattempt AS attempt
-    SET outcome = 'SUCCEEDED', ended_at = clock_timestamp(), reason = given.reason,
-        run_time = given.run_time, error_class = '', error_message = '', traceback = ''
-    FROM given, mine
-    WHERE attempt.id = given.fence AND given.pk = mine.id AND attempt.outcome IS NULL
-    RETURNING attempt.id
 ), moved AS (
     UPDATE dedupjobs_processedjob AS job
-    SET status = 'SUCCEEDED', version = job.version + 1, result = given.result, error = '',
+    SET status = 'SUCCEEDED', version = job.version + 1, result = mine.result, error = '',
         finished_at = clock_timestamp(),
-        unique_until = clock_timestamp() + given.holds * interval '1 second',
+        unique_until = clock_timestamp() + mine.holds * interval '1 second',
         cancel_requested = false, hold_requested = false
-    FROM given, mine
-    WHERE job.id = given.pk AND job.id = mine.id AND job.status = 'RUNNING'
-        AND job.attempts = given.number AND job.rerun_args IS NULL
-    RETURNING job.id
-), begun AS (
-    UPDATE dedupjobs_jobattempt SET began_at = clock_timestamp()
-    WHERE id = %(next)s AND outcome IS NULL AND began_at IS NULL
-    RETURNING id
+    FROM mine
+    WHERE job.id = mine.pk AND job.status = 'RUNNING'
+        AND job.attempts = mine.number AND job.rerun_args IS NULL
 )
-SELECT given.fence FROM given, ended, moved WHERE given.fence = ended.id AND given.pk = moved.id
-UNION ALL SELECT id FROM begun
+UPDATE dedupjobs_jobattempt AS attempt
+SET outcome = 'SUCCEEDED', ended_at = clock_timestamp(), reason = mine.reason,
+    run_time = mine.run_time, error_class = '', error_message = '', traceback = ''
+FROM mine
+WHERE attempt.id = mine.fence AND COALESCE(attempt.outcome, '') = ''
+RETURNING attempt.id
 """
 
 
 def complete_many(done: Sequence[Done], *, begins: Claim | None = None) -> set[int]:
     """
-    RUNNING → SUCCEEDED for all that are still theirs, and begin the next one, in one transaction.
+    RUNNING → SUCCEEDED for all that are still theirs, in one transaction; after a single one the
+    next may begin in it, too.
 
     Returns the fences of what was written: of the successes, and of ``begins``. A success that is
     missing was lost, or a rerun waits for its end: ``complete`` alone tells, and takes that up.
     """
     probes.reach("settle.before")
     if connections[alias()].vendor == "postgresql":
-        written = {fence for (fence,) in _ask(COMPLETE, _words(done, begins))}
+        written = _complete_at_once(done, begins)
     else:
         written = _complete_in_steps(done, begins)
     probes.reach("settle.committed")
     return written
 
 
-def _words(done: Sequence[Done], begins: Claim | None) -> dict[str, Any]:
+def _complete_at_once(done: Sequence[Done], begins: Claim | None) -> set[int]:
+    if len(done) > 1 and begins is None:
+        return {fence for (fence,) in _ask(COMPLETE, _words(done))}
+    (one,) = done
+    words = {
+        "fence": one.claim.fence,
+        "pk": one.claim.job_pk,
+        "number": one.claim.number,
+        "result": one.result,
+        "holds": _holds(one.unique_for),
+        "reason": one.note.reason,
+        "run_time": one.note.run_time,
+        "next": begins.fence if begins else 0,
+    }
+    return {fence for (fence,) in _ask(COMPLETE_ONE, words)}
+
+
+def _words(done: Sequence[Done]) -> dict[str, Any]:
     return {
         "fences": [d.claim.fence for d in done],
         "pks": [d.claim.job_pk for d in done],
@@ -310,7 +354,6 @@ def _words(done: Sequence[Done], begins: Claim | None) -> dict[str, Any]:
         "holds": [_holds(d.unique_for) for d in done],
         "reasons": [d.note.reason for d in done],
         "run_times": [d.note.run_time for d in done],
-        "next": begins.fence if begins else 0,
     }
 
 
@@ -343,7 +386,7 @@ END = """
 UPDATE dedupjobs_jobattempt
 SET outcome = 'SUCCEEDED', ended_at = {now}, reason = %s, run_time = %s,
     error_class = '', error_message = '', traceback = ''
-WHERE id = %s AND outcome IS NULL
+WHERE id = %s AND COALESCE(outcome, '') = ''
 """
 
 # The second half of COMPLETE, for attempts that have ended earlier in the same transaction.
@@ -393,7 +436,7 @@ def move_jobs(done: Sequence[Done]) -> dict[int, Status]:
     probes.reach("settle.between")
     in_order = sorted(done, key=lambda one: one.claim.job_pk)
     if connections[alias()].vendor == "postgresql":
-        moved = {pk for (pk,) in _ask(MOVE, _words(in_order, None))}
+        moved = {pk for (pk,) in _ask(MOVE, _words(in_order))}
     else:
         moved = {one.claim.job_pk for one in in_order if succeed(one.claim, *_success(one))}
     found = {}
@@ -446,7 +489,7 @@ class Apart:
 
 BEGIN = """
 UPDATE dedupjobs_jobattempt SET began_at = COALESCE(began_at, {now})
-WHERE id = %s AND outcome IS NULL
+WHERE id = %s AND COALESCE(outcome, '') = ''
 """
 
 
