@@ -19,13 +19,12 @@ from django.db import connections, transaction
 from dedupjobs import probes
 from dedupjobs.clock import DbNow
 from dedupjobs.lifecycle.claims import (
-    NEXT_ATTEMPT,
     OF_A_CLAIM,
+    TAKEN,
     Place,
     Pulse,
     claim_of,
     pulse_of,
-    queue_delay,
 )
 from dedupjobs.lifecycle.leaving import take_up
 from dedupjobs.lifecycle.rows import NEXT_VERSION, UNASKED, UNSENT, Claim, alias, attempts, jobs
@@ -172,9 +171,7 @@ def _claim_in_steps(
         for pk, generation in free_ones(due.order_by("pk")).values_list("pk", "generation")
         if generation == wanted[pk].generation
     ]
-    won = due.filter(pk__in=free).update(
-        status=Status.RUNNING, attempts=NEXT_ATTEMPT, version=NEXT_VERSION, started_at=DbNow()
-    )
+    won = due.filter(pk__in=free).update(**TAKEN)
     if won < len(free):  # no lock has kept others out: one by one, then
         transaction.set_rollback(True, using=alias())
         return []
@@ -197,12 +194,16 @@ def _attempt(row: Any, wanted: Wanted, terms: Terms, place: Place) -> JobAttempt
         beat_at=DbNow(),
         claimed_at=DbNow(),
         began_at=DbNow() if terms.begins else None,
-        queue_delay=queue_delay(row),
+        queue_delay=_queue_delay(row),
         lock_wait=wanted.lock_wait,
         host=place.host[:200],
         pid=place.pid,
         rq_id=place.rq_id[:200],
     )
+
+
+def _queue_delay(row: Any) -> float:
+    return max(float((row.started_at - max(row.run_after, row.enqueued_at)).total_seconds()), 0.0)
 
 
 # ---- beat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from django.db import transaction
@@ -10,6 +11,7 @@ from django.db.models import F, Q
 
 from dedupjobs import probes, registry
 from dedupjobs.clock import DbNow
+from dedupjobs.lifecycle import together
 from dedupjobs.lifecycle.rows import (
     NEXT_VERSION,
     UNASKED,
@@ -24,11 +26,15 @@ from dedupjobs.models import (
     WAITING,
     AttemptOutcome,
     JobAttempt,
-    ProcessedJob,
     Status,
 )
 
-NEXT_ATTEMPT = F("attempts") + 1
+TAKEN: dict[str, Any] = {
+    "status": Status.RUNNING,
+    "attempts": F("attempts") + 1,
+    "version": NEXT_VERSION,
+    "started_at": DbNow(),
+}
 OF_A_CLAIM = (
     "id",
     "key_hash",
@@ -69,20 +75,38 @@ def claim(
     code starts at once, so ``began_at`` is written here and spares a statement.
     """
     probes.reach("claim.before")
+    where = {
+        "pk": pk,
+        "status__in": WAITING,
+        "generation": generation,
+        "run_after__lte": DbNow(),
+        **UNASKED,
+    }
+    begun = {
+        "generation": generation,
+        "owner": owner,
+        "beat_at": DbNow(),
+        "claimed_at": DbNow(),
+        "began_at": DbNow() if begins else None,
+        "lock_wait": place.lock_wait,
+        "host": place.host[:200],
+        "pid": place.pid,
+        "rq_id": place.rq_id[:200],
+    }
+    if together.serves(alias()):
+        won = together.claim(alias(), where, TAKEN, OF_A_CLAIM, begun)
+    else:
+        won = _claim_step_by_step(where, begun)
+    if won is None:
+        return None
+    row, attempt = won
+    probes.reach("claim.committed")
+    return claim_of(attempt, row)
+
+
+def _claim_step_by_step(where: dict[str, Any], begun: dict[str, Any]) -> tuple[Any, Any] | None:
     with transaction.atomic(using=alias()):
-        row = job(
-            pk=pk,
-            status__in=WAITING,
-            generation=generation,
-            run_after__lte=DbNow(),
-            **UNASKED,
-        ).update_and_read(
-            OF_A_CLAIM,
-            status=Status.RUNNING,
-            attempts=NEXT_ATTEMPT,
-            version=NEXT_VERSION,
-            started_at=DbNow(),
-        )
+        row = job(**where).update_and_read(OF_A_CLAIM, **TAKEN)
         if row is None:
             return None
         probes.reach("claim.row_won")
@@ -90,23 +114,14 @@ def claim(
             JobAttempt,
             alias(),
             returning=("id", "began_at"),
-            job_id=pk,
+            job_id=row.pk,
             number=row.attempts,
-            generation=generation,
-            owner=owner,
             lease_until=DbNow(registry.options_of(row.name).lease),
-            beat_at=DbNow(),
-            claimed_at=DbNow(),
-            began_at=DbNow() if begins else None,
-            queue_delay=queue_delay(row),
-            lock_wait=place.lock_wait,
-            host=place.host[:200],
-            pid=place.pid,
-            rq_id=place.rq_id[:200],
+            queue_delay=_seconds_between(max(row.run_after, row.enqueued_at), row.started_at),
+            **begun,
         )
         probes.reach("claim.uncommitted")
-    probes.reach("claim.committed")
-    return claim_of(attempt, row)
+    return row, attempt
 
 
 def claimed_by(owner: str) -> list[Claim]:
@@ -119,7 +134,8 @@ def claimed_by(owner: str) -> list[Claim]:
     return [claim_of(attempt, attempt.job) for attempt in open_ones]
 
 
-def claim_of(attempt: JobAttempt, row: ProcessedJob) -> Claim:
+def claim_of(attempt: Any, row: Any) -> Claim:
+    """Return the claim that an attempt and its job are, from all that has their columns."""
     return Claim(
         job_pk=row.pk,
         fence=attempt.pk,
@@ -144,12 +160,8 @@ def claim_of(attempt: JobAttempt, row: ProcessedJob) -> Claim:
     )
 
 
-def queue_delay(row: ProcessedJob) -> float | None:
-    """Return the seconds from when a claimed job was due to its claim."""
-    if row.started_at is None:
-        return None
-    waited = row.started_at - max(row.run_after, row.enqueued_at)
-    return max(float(waited.total_seconds()), 0.0)
+def _seconds_between(earlier: datetime, later: datetime | None) -> float | None:
+    return None if later is None else max((later - earlier).total_seconds(), 0.0)
 
 
 def begin(claim: Claim) -> bool:

@@ -17,7 +17,8 @@ from django.db.models import F
 from dedupjobs import probes
 from dedupjobs.clock import DbNow
 from dedupjobs.endings import Error
-from dedupjobs.lifecycle.leaving import cancelled, die, leave, obey, take_up
+from dedupjobs.lifecycle import together
+from dedupjobs.lifecycle.leaving import Leaving, cancelled, die, leave, obey, take_up
 from dedupjobs.lifecycle.rows import UNASKED, UNSENT, Claim, alias, attempt, attempts
 from dedupjobs.models import (
     AttemptOutcome,
@@ -44,15 +45,20 @@ def complete(
     claim: Claim, result: str, *, unique_for: timedelta | None, note: Note = NO_NOTE
 ) -> Status | None:
     """RUNNING → SUCCEEDED, or PENDING if a rerun waits. The success holds the key from now."""
+    success = _success(claim, result, unique_for)
 
     def move() -> Status | None:
-        return succeed(claim, result, unique_for) or take_up(claim)
+        return success.by_itself() or take_up(claim)
 
-    return _settle(claim, AttemptOutcome.SUCCEEDED, note, move)
+    return _settle(claim, AttemptOutcome.SUCCEEDED, note, move, usually=success)
 
 
 def succeed(claim: Claim, result: str, unique_for: timedelta | None) -> Status | None:
     """Move a job whose attempt has ended in this transaction; None: not ours, or a rerun waits."""
+    return _success(claim, result, unique_for).by_itself()
+
+
+def _success(claim: Claim, result: str, unique_for: timedelta | None) -> Leaving:
     sets = {
         "result": result,
         "error": "",
@@ -60,7 +66,7 @@ def succeed(claim: Claim, result: str, unique_for: timedelta | None) -> Status |
         "unique_until": DbNow(unique_for or 0) if unique_for is not FOREVER else None,
         **UNASKED,
     }
-    return leave(claim, Status.SUCCEEDED, rerun_args=None, sets=sets)
+    return Leaving(claim, Status.SUCCEEDED, sets=sets, guards={"rerun_args": None})
 
 
 def fail(claim: Claim, *, after: float, note: Note, timed_out: bool = False) -> Status | None:
@@ -160,14 +166,32 @@ def _settle(
     outcome: AttemptOutcome,
     note: Note,
     move: Callable[[], Status | None],
+    *,
+    usually: Leaving | None = None,
     **guards: Any,
 ) -> Status | None:
-    """End the attempt, then move the job; both or neither."""
+    """
+    End the attempt, then move the job; both or neither.
+
+    ``usually``: what ``move`` comes to if no request waits.
+    """
     probes.reach("settle.before")
+    mine = {"pk": claim.fence, "outcome": None, **guards}
+    ended = {"outcome": outcome, "ended_at": DbNow(), **_written(note)}
+    if usually and together.serves(alias()):
+        both = together.end(alias(), (mine, ended), (usually.where, usually.to))
+        if both is not None:
+            probes.reach("settle.committed")
+            return usually.status if both else None
+    return _settle_step_by_step(mine, ended, move)
+
+
+def _settle_step_by_step(
+    mine: dict[str, Any], ended: dict[str, Any], move: Callable[[], Status | None]
+) -> Status | None:
     try:
         with transaction.atomic(using=alias()):
-            mine = attempt(pk=claim.fence, outcome=None, **guards)
-            if not mine.update(outcome=outcome, ended_at=DbNow(), **_written(note)):
+            if not attempt(**mine).update(**ended):
                 raise _NotMineError
             probes.reach("settle.between")
             status = move()
