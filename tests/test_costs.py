@@ -52,7 +52,8 @@ class Costs:
         self._server = server
 
     def __enter__(self) -> Costs:
-        self._before, self._heard = reads(self._server), heard(self._server)
+        self._heard = heard(self._server)
+        self._before = reads(self._server)
         self._captured = CaptureQueriesContext(connection)
         self._captured.__enter__()
         return self

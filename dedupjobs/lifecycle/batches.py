@@ -26,10 +26,10 @@ from dedupjobs.lifecycle.claims import (
     claim_of,
     pulse_of,
 )
-from dedupjobs.lifecycle.leaving import take_up
+from dedupjobs.lifecycle.leaving import Leaving, take_up
 from dedupjobs.lifecycle.rows import NEXT_VERSION, UNASKED, UNSENT, Claim, alias, attempts, jobs
 from dedupjobs.lifecycle.rows import skip_locked as free_ones
-from dedupjobs.lifecycle.settling import Note, complete, succeed
+from dedupjobs.lifecycle.settling import Note, complete, success_of
 from dedupjobs.models import WAITING, AttemptOutcome, JobAttempt, Status
 from dedupjobs.registry import FOREVER
 
@@ -439,7 +439,7 @@ def move_jobs(done: Sequence[Done]) -> dict[int, Status]:
     if connections[alias()].vendor == "postgresql":
         moved = {pk for (pk,) in _ask(MOVE, _words(in_order))}
     else:
-        moved = {one.claim.job_pk for one in in_order if succeed(one.claim, *_success(one))}
+        moved = {one.claim.job_pk for one in in_order if _success(one).by_itself()}
     found = {}
     for one in in_order:
         status = Status.SUCCEEDED if one.claim.job_pk in moved else take_up(one.claim)
@@ -449,8 +449,8 @@ def move_jobs(done: Sequence[Done]) -> dict[int, Status]:
     return found
 
 
-def _success(one: Done) -> tuple[str, timedelta | None]:
-    return one.result, one.unique_for
+def _success(one: Done) -> Leaving:
+    return success_of(one.claim, one.result, one.unique_for)
 
 
 class Apart:
