@@ -150,7 +150,7 @@ class Chorus(Beater):
     """
     The hearts of a batch: one beat renews the leases of all that have not left.
 
-    ``present``: the one whose job runs; it beats with its own activity and progress.
+    ``present``: those whose jobs run; each beats with its own activity and progress.
     """
 
     def __init__(self, hearts: Iterable[Heart]) -> None:
@@ -158,7 +158,7 @@ class Chorus(Beater):
         self._hearts = {heart.fence: heart for heart in hearts}
         self.lease = min(heart.lease for heart in self._hearts.values())
         self.title = f"batch-{min(self._hearts)}"
-        self.present: Heart | None = None
+        self.present: set[Heart] = set()
         self._renewed = clock.monotonic()
 
     @property
@@ -169,15 +169,14 @@ class Chorus(Beater):
     def leave(self, heart: Heart) -> None:
         """Beat for this one no more: its attempt is about to end."""
         self._hearts.pop(heart.fence, None)
-        if self.present is heart:
-            self.present = None
+        self.present.discard(heart)
 
     def tick(self) -> Pulse:
         """Beat once for all, in the calling thread; over once nobody is left."""
-        begun, present = clock.monotonic(), self.present
-        if present is not None:
-            present.tick()
-        others = {f: h for f, h in list(self._hearts.items()) if h is not present}
+        begun, present = clock.monotonic(), set(self.present)
+        for heart in present:
+            heart.tick()
+        others = {f: h for f, h in list(self._hearts.items()) if h not in present}
         if others:
             self._beat(others)
         self._renewed = begun

@@ -106,7 +106,9 @@ class HorseHost(runner.Host):
     sheet: Sheet = field(default_factory=Sheet)
     pacemaker: Pacemaker = field(default_factory=Pacemaker)
 
-    def claimed(self, claim: Claim, options: Options) -> None:
+    def claimed(
+        self, claim: Claim, options: Options, *, since: float | None = None, alone: bool = True
+    ) -> None:
         self.sheet.write(
             {
                 "fence": claim.fence,
@@ -115,7 +117,9 @@ class HorseHost(runner.Host):
                 "name": claim.name,
                 "lease": options.lease,
                 "timeout": options.timeout,
-                "since": clock.monotonic(),  # one clock for all processes of a machine
+                # One clock for all processes of a machine.
+                "since": clock.monotonic() if since is None else since,
+                "alone": alone,
             }
         )
 
@@ -241,6 +245,12 @@ class Ride:
         """What is known of the present attempt; nothing if none runs now."""
         facts = self.horse.sheet.read()
         return facts if facts.get("owner", "").startswith(self.owner) else {}
+
+    def acquits(self, claim: Claim) -> bool:
+        """Whether it is known that another attempt of the batch has brought the horse down."""
+        facts = self.running
+        known = facts.get("alone", False) or self.killed == "timeout"
+        return bool(known and facts["fence"] != claim.fence)
 
     @property
     def deadline(self) -> float | None:

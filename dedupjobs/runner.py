@@ -83,8 +83,14 @@ class Host:
     rq_id: str = ""
     pays_when_idle: bool = False  # it tells what was counted although no other job may come
 
-    def claimed(self, claim: Claim, options: Options) -> None:
-        """A row is claimed and about to run."""
+    def claimed(
+        self, claim: Claim, options: Options, *, since: float | None = None, alone: bool = True
+    ) -> None:
+        """
+        A row is claimed and about to run, or runs ``since`` then, by the monotonic clock.
+
+        ``alone``: no other one runs in this process.
+        """
 
     def settled(self, claim: Claim) -> None:
         """Its ending is written, or somebody else's stands."""

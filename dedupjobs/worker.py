@@ -487,9 +487,8 @@ class DedupWorker(Worker):
         """End the attempts that the dead horse has left open: we have reaped it, so it is dead."""
         try:
             with counters.gathering():
-                culprit = ride.running.get("fence")
                 for claim in lifecycle.claimed_by(ride.owner):
-                    self._bury_one(claim, ride.killed, innocent=culprit not in (None, claim.fence))
+                    self._bury_one(claim, ride.killed, innocent=ride.acquits(claim))
             lifecycle.mark_unsent([rq_id])  # rows that it had not claimed yet have no message now
             coordinator.Coordinator().hand_over([q.name for q in self.queues])
         except (DatabaseError, InterfaceError) as error:

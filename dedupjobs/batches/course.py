@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -40,6 +42,8 @@ class Course:
         self.reraises = False
         self._begun = {m.claim.fence for m in members if m.claim.began}
         self._started: set[int] = set()
+        self._running: dict[int, tuple[float, Member]] = {}  # by fence, since when
+        self._guard = threading.Lock()
         self._deadline = clock.monotonic() + PATIENT
 
     @contextmanager
@@ -102,15 +106,30 @@ class Course:
         member.claim = claim
         self._started.add(claim.fence)
         heart.touch()
-        self.chorus.present = heart
-        runner.host.claimed(claim, member.options)
+        self.chorus.present.add(heart)
+        with self._guard:
+            self._running[claim.fence] = (clock.monotonic(), member)
+            self._show()
         signals.tell(signals.attempt_started, claim.name, claim=claim)
         return Attempt(claim, heart)
 
     def finish(self, ran: Ran) -> None:
         """Take one whose ending is written, or that somebody else has ended."""
         self.reraises |= isinstance(ran.ending, Interrupted) and ran.ending.reraise
+        self.leave(ran.member)
         self.desk.take_written(ran)
+
+    def leave(self, member: Member) -> None:
+        """Its code has returned; another one may run."""
+        with self._guard:
+            self._running.pop(member.claim.fence, None)
+            if self._running:
+                self._show()
+
+    def _show(self) -> None:
+        """Show whoever watches this process the job that must end first."""
+        since, first = min(self._running.values(), key=_deadline)
+        runner.host.claimed(first.claim, first.options, since=since, alone=len(self._running) == 1)
 
     # ---- what has not started
 
@@ -139,6 +158,11 @@ class Course:
         note = execution.note_of(ending, None)
         status = runner.settle_surely(claim, ending, note, member.job)
         runner.tell_end(claim, ending, status, None)
+
+
+def _deadline(running: tuple[float, Member]) -> float:
+    since, member = running
+    return since + (math.inf if member.options.timeout is None else member.options.timeout)
 
 
 def _begin(claim: Claim) -> bool:

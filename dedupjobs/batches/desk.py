@@ -88,7 +88,6 @@ class Desk:
     def take_written(self, ran: Ran) -> None:
         """Take what has only to be told, and its lock to be released."""
         self.chorus.leave(ran.member.heart)
-        runner.host.settled(ran.member.claim)
         self._take(self._written, ran)
 
     def _take(self, pile: list[Ran], ran: Ran) -> None:

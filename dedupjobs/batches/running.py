@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from itertools import zip_longest
 
 from django.db import connections
 
-from dedupjobs import clock, execution, lifecycle, runner, spans
+from dedupjobs import clock, conf, execution, lifecycle, runner, spans
+from dedupjobs.batches import crew
 from dedupjobs.batches.course import Course, end_span
 from dedupjobs.batches.desk import write
 from dedupjobs.batches.members import Member, Ran
@@ -20,39 +21,53 @@ from dedupjobs.models import Status
 def run(members: Sequence[Member]) -> None:
     """Run claimed rows, each in the way of its job."""
     course = Course(members)
+    line = Line([member for member in members if member.mode != "atomic"])
+    threads = min(conf.get().THREADS, len(line))
     with course.open():
-        _one_after_the_other(course, [m for m in members if m.mode == "each"])
-        _gathered(course, [m for m in members if m.mode == "group"])
-        _atomically(course, [m for m in members if m.mode == "atomic"])
+        if threads > 1:
+            crew.run(lambda: _one_after_the_other(course, line), threads)
+        else:
+            _one_after_the_other(course, line)
+        _atomically(course, [member for member in members if member.mode == "atomic"])
 
 
-def _one_after_the_other(course: Course, members: Sequence[Member]) -> None:
-    """Write each ending before the next job starts."""
-    for member, following in zip_longest(members, members[1:]):
-        if course.is_over:
-            return
+class Line:
+    """Those whose turn is to come; any thread may take the next one."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = deque(members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def next(self) -> Member | None:
+        """Return the next one, or None."""
+        try:
+            return self._members.popleft()
+        except IndexError:
+            return None
+
+
+def _one_after_the_other(course: Course, line: Line) -> None:
+    """Write each ending before the next job starts here, or let those of a group be gathered."""
+    member = line.next()
+    while member is not None and not course.is_over:
         course.renew_if_old()
         if not course.begins(member):
+            member = line.next()
             continue
         ran = _call(course, member)
-        if ran.is_unwritten:
-            begins = following if following and course.may_begin(following) else None
+        member = line.next()
+        if not ran.is_unwritten:
+            course.finish(ran)
+        elif ran.member.mode == "group":
+            course.leave(ran.member)
+            course.desk.take_unwritten(ran)
+        else:
+            begins = member if member and course.may_begin(member) else None
             written = write([ran], begins.claim if begins else None)
             if begins and begins.claim.fence in written:
                 course.note_begun(begins)
-        course.finish(ran)
-
-
-def _gathered(course: Course, members: Sequence[Member]) -> None:
-    """Let successes wait to be written together."""
-    for member in members:
-        if course.is_over:
-            return
-        course.renew_if_old()
-        ran = _call(course, member)
-        if ran.is_unwritten:
-            course.desk.take_unwritten(ran)
-        else:
             course.finish(ran)
 
 
