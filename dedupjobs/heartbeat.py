@@ -34,7 +34,7 @@ class Beater:
     title: str
 
     def __init__(self) -> None:
-        self._stop = threading.Event()
+        self._stop: threading.Event | None = None  # until it starts; making one takes a while
         self._join: Callable[[float], None] | None = None
 
     def tick(self) -> Pulse:
@@ -42,17 +42,20 @@ class Beater:
         raise NotImplementedError
 
     def start(self) -> None:
+        self._stop = threading.Event()
         self._join = clock.start(self._run, name=f"dedupjobs-heart-{self.title}")
 
     def stop(self) -> None:
         """End the thread and with it its connection; returns after STOP_WAIT at the latest."""
-        self._stop.set()
+        if self._stop is not None:
+            self._stop.set()
         if self._join is not None:
             self._join(STOP_WAIT)
 
     def _run(self) -> None:
+        stop = cast(threading.Event, self._stop)
         try:
-            while not clock.wait(self._stop, self.lease / 6):
+            while not clock.wait(stop, self.lease / 6):
                 try:
                     if self.tick().over:
                         return

@@ -102,8 +102,7 @@ class Course:
 
     def start(self, member: Member) -> Attempt:
         """Return the attempt that the code is to see; its lease beats with its own activity."""
-        claim, heart = lifecycle.began(member.claim), member.heart
-        member.claim = claim
+        claim, heart = member.claim, member.heart
         self._started.add(claim.fence)
         heart.touch()
         self.chorus.present.add(heart)

@@ -80,6 +80,7 @@ def _call(course: Course, member: Member) -> Ran:
         ending, note = execution.execute(job, claim, attempt, heart, borrowed=False)
         status: Status | None = None
         if attempt.completed or not isinstance(ending, Succeeded):
+            claim = lifecycle.began(claim)
             ending, status = runner.conclude(attempt, claim, ending, note, job, heart)
             if status is None and isinstance(ending, Succeeded):
                 ending = Lapsed()
@@ -112,6 +113,7 @@ def _alone(course: Course, members: Sequence[Member]) -> None:
         course.start(member)
         begun = clock.monotonic()
         with spans.consuming(member.claim) as span:
-            ending, status = runner.perform(member.claim, member.heart, borrowed=False)
+            claim = lifecycle.began(member.claim)
+            ending, status = runner.perform(claim, member.heart, borrowed=False)
             end_span(span, ending, status)
         course.finish(Ran(member, ending, lifecycle.NO_NOTE, clock.monotonic() - begun, status))

@@ -125,6 +125,7 @@ class Shared:
                 continue
             ran.ending = Interrupted(reason="the transaction of its batch was rolled back")
             ran.note = execution.note_of(ran.ending, ran.note.run_time)
+            claim = lifecycle.began(claim)
             ran.status = runner.settle_surely(claim, ran.ending, ran.note, ran.member.job)
 
     def _was_committed(self, ran: Ran) -> bool:
@@ -141,7 +142,8 @@ class Shared:
         for ran in self._others:
             member = ran.member
             if not isinstance(ran.ending, Lapsed):
-                ran.status = runner.settle_surely(member.claim, ran.ending, ran.note, member.job)
+                claim = lifecycle.began(member.claim)
+                ran.status = runner.settle_surely(claim, ran.ending, ran.note, member.job)
             elif ran.late:
                 lifecycle.note_late(member.claim.fence, AttemptOutcome.SUCCEEDED)
         for ran in [*self._returned, *self._others]:
