@@ -425,6 +425,7 @@ def _state(client: redis.Redis) -> bytes:
     return bytes(client.execute_command("CLUSTER", "INFO"))
 
 
+@pytest.mark.large
 def test_locks_and_the_ledger_work_on_a_redis_that_refuses_keys_of_several_slots(
     cluster: Valkey,
 ) -> None:
@@ -454,6 +455,7 @@ def test_locks_and_the_ledger_work_on_a_redis_that_refuses_keys_of_several_slots
     assert events == ["acquired", "released", "acquired"]
 
 
+@pytest.mark.large
 def test_worker_whose_queues_are_on_a_cluster_says_so_and_ends(
     cluster: Valkey, spawn: live.Spawn
 ) -> None:
