@@ -15,6 +15,7 @@ from benchmarks.usage import Usage
 WARM_UP = 2  # messages of the short burst
 PER_BATCH = 100  # rows of a message, as DEDUPJOBS["BATCH"] has it
 BY_QUEUE = {"plain RQ": jobs.plain, "hand-made": jobs.hand_made}
+SINGLE = {"dedupjobs": jobs.alone, "fetched together": jobs.deduplicated}
 IN_BATCHES = {
     "each ending written": jobs.deduplicated,
     "atomic": jobs.atomic,
@@ -66,7 +67,7 @@ def _fill(dressing: str, count: int) -> None:
         if dressing in BY_QUEUE:
             queue.enqueue(BY_QUEUE[dressing], number)
         else:
-            jobs.deduplicated.enqueue(number)
+            SINGLE[dressing].enqueue(number)
 
 
 def _burst(max_jobs: int | None) -> Burst:

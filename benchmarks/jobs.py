@@ -45,6 +45,11 @@ def deduplicated(number: int) -> None:
     stamps.mark()
 
 
+@job(key="alone:{number}", unique_for=FOREVER, batch=False)
+def alone(number: int) -> None:
+    stamps.mark()
+
+
 @job(key="grouped:{number}", unique_for=FOREVER, batch="group")
 def grouped(number: int) -> None:
     stamps.mark()

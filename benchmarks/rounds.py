@@ -52,6 +52,7 @@ BATCHED = (
     Contestant("group", "rq.SimpleWorker", 40),
     Contestant("each ending written", "rq.Worker", 10),
     Contestant("group", "rq.Worker", 40),
+    Contestant("fetched together", "dedupjobs.worker.DedupWorker", 1_000),
     Contestant("each ending written", "dedupjobs.worker.DedupWorker", 10),
     Contestant("atomic", "dedupjobs.worker.DedupWorker", 20),
     Contestant("group", "dedupjobs.worker.DedupWorker", 40),

@@ -34,6 +34,7 @@ from dedupjobs.models import ProcessedJob
 ENTRY = "dedupjobs.runner.run"  # a path: workers import it, producers never do
 BATCH_ENTRY = "dedupjobs.batches.run"  # of messages that name several rows
 ENTRIES = (ENTRY, BATCH_ENTRY)
+ONE_ROW = " (1 row)"  # at the end of a message's description
 MESSAGE_TTL = 60  # seconds that RQ keeps a finished message; 0 would cost more round trips
 QUEUED_TTL = 7 * 86_400  # a message that was popped and lost leaves its hash behind; not for ever
 FAILURE_TTL = 86_400
@@ -159,7 +160,7 @@ def _enqueue(queue: str, batch: list[Delivery]) -> None:
             ttl=QUEUED_TTL,
             result_ttl=MESSAGE_TTL,
             failure_ttl=FAILURE_TTL,
-            description=f"{delivery.name} ({_count(len(delivery.rows))})",
+            description=f"{delivery.name}{_count(len(delivery.rows))}",
         )
         job.enqueued_at = clock.utcnow()
         job.save(pipeline=pipe)
@@ -169,7 +170,7 @@ def _enqueue(queue: str, batch: list[Delivery]) -> None:
 
 
 def _count(rows: int) -> str:
-    return "1 row" if rows == 1 else f"{rows} rows"
+    return ONE_ROW if rows == 1 else f" ({rows} rows)"
 
 
 def rq_timeout(delivery: Delivery) -> int:

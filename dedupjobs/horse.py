@@ -239,6 +239,7 @@ class Ride:
     answer: Answer | None = None
     killed: str = ""  # why we killed it: "timeout", "shutdown" or "stopped"
     term_sent: float | None = None
+    left: dict[str, Any] = field(default_factory=dict)  # what ran when the horse was let go
 
     @property
     def running(self) -> dict[str, Any]:
@@ -248,9 +249,8 @@ class Ride:
 
     def acquits(self, claim: Claim) -> bool:
         """Whether it is known that another attempt of the batch has brought the horse down."""
-        facts = self.running
-        known = facts.get("alone", False) or self.killed == "timeout"
-        return bool(known and facts["fence"] != claim.fence)
+        known = self.left.get("alone", False) or self.killed == "timeout"
+        return bool(known and self.left and self.left["fence"] != claim.fence)
 
     @property
     def deadline(self) -> float | None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from dedupjobs import counters, interrupts, lifecycle, runner
 from dedupjobs.batches import running
 from dedupjobs.batches.members import claimed, wanted_of
+from dedupjobs.lifecycle import Wanted
 from dedupjobs.runner import Rows
 
 __all__ = ["run", "together"]
@@ -46,6 +47,13 @@ def together(rows: Rows, owner: str) -> None:
         if row.owner in done:
             continue
         if interrupts.shutting_down.is_set():
-            lifecycle.mark_unsent([runner.rq_id()])
+            _leave(wanted)
             return
         runner.deliver(row.pk, row.generation, owner=row.owner)
+
+
+def _leave(wanted: list[Wanted]) -> None:
+    """Let the coordinator hand those over again that still wait; their messages end with us."""
+    rows = lifecycle.jobs().filter(pk__in=[row.pk for row in wanted], dispatch_id__isnull=False)
+    ids = rows.values_list("dispatch_id", flat=True).distinct()
+    lifecycle.mark_unsent([str(dispatch_id) for dispatch_id in ids])

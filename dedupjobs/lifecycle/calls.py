@@ -15,6 +15,7 @@ from django.db.models import Exists, F, OuterRef
 from dedupjobs import clock, conf, probes
 from dedupjobs.clock import DbNow
 from dedupjobs.exceptions import DedupJobsError, TransactionLost
+from dedupjobs.lifecycle import pouring
 from dedupjobs.lifecycle.rows import (
     FRESH,
     NEXT_VERSION,
@@ -94,11 +95,12 @@ def enqueue_many(calls: Sequence[Call], *, options: Options, holds: bool) -> lis
     there: dict[str, Any] = {}
     lost: set[str] = set()
     for chunk in _chunks(sorted(firsts)):
-        known = set(jobs().filter(key_hash__in=chunk).values_list("key_hash", flat=True))
+        known = {row.key_hash: row for row in _rows(key_hash__in=chunk)}
         missing = [k for k in chunk if k not in known]
         made |= _insert_many([firsts[k] for k in missing], options)
-        lost |= set(missing) - made.keys()
-        there |= {row.key_hash: row for row in _rows(key_hash__in=chunk)}
+        raced = [k for k in missing if k not in made]
+        lost |= set(raced)
+        there |= known | {row.key_hash: row for row in (_rows(key_hash__in=raced) if raced else ())}
     answers: dict[int, Answer] = {}
     for i in sorted(range(len(calls)), key=lambda i: calls[i].key_hash):
         call = calls[i]
@@ -204,8 +206,12 @@ def _insert_many(calls: Sequence[Call], options: Options) -> dict[str, Processed
     if not calls:
         return {}
     drawn = _drawn(calls, options)
-    rows = [ProcessedJob(**_new_row(c, options, drawn[c.key_hash])) for c in calls]
-    return _or_read_again(lambda: _inserted(rows, drawn), {})
+    rows = [_new_row(c, options, drawn[c.key_hash]) for c in calls]
+    if pouring.serves(alias()):
+        made = pouring.insert_many(alias(), rows, returning=COMPUTED)
+        probes.reach("enqueue.inserted")
+        return {row.key_hash: row for row in made}
+    return _or_read_again(lambda: _inserted([ProcessedJob(**row) for row in rows], drawn), {})
 
 
 def _drawn(calls: Sequence[Call], options: Options) -> dict[str, str]:
