@@ -224,6 +224,7 @@ def test_slow_job_does_not_let_the_others_leases_expire(kind: str, acts: Any) ->
     assert outcomes(rows) == [[SUCCEEDED]] * 3
 
 
+@pytest.mark.large
 def test_lease_of_which_half_is_over_is_renewed_before_the_next_start(acts: Any) -> None:
     """The beat's thread hangs meanwhile, as behind code that keeps the GIL."""
     rows = enqueued("each", 2)
