@@ -371,7 +371,7 @@ def test_doctor_finds_nothing_where_all_is_well() -> None:
     assert "→" not in out
     assert set(examined()) == {
         "checks", "versions", "registry", "serializers", "migrations", "indexes", "pools",
-        "redis", "persistence", "clocks", "coordinator", "workers",
+        "redis", "persistence", "clocks", "coordinator", "workers", "alerts",
     }  # fmt: skip
 
 
