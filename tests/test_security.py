@@ -365,7 +365,7 @@ def test_secrets_are_compared_in_constant_time_only() -> None:
                 assert not equals, f"{path.name}:{node.lineno}: {ast.unparse(node)}"
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "compare_digest":
                 digested.add(path.name)
-    assert digested == {"prometheus.py", "seal.py"}
+    assert {"prometheus.py", "seal.py"} <= digested
 
 
 @with_sqlite
