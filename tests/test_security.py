@@ -208,6 +208,22 @@ def test_nothing_in_rqs_books_runs_when_a_worker_puts_them_in_order(
     assert [path.name for path in traps.iterdir()] == []
 
 
+@pytest.mark.large
+@with_sqlite
+def test_ids_that_rq_could_not_have_written_stop_no_worker(spawn: Spawn) -> None:
+    strange = [b"\xff\xfe", "x y", "a:b:c", ""]
+    with live.rq_client() as client:
+        for name in ("workers", "workers:default", "groups", "queues", "group:forged"):
+            client.sadd(f"rq:{name}", *strange)
+        for name in ("wip", "failed", "finished", "deferred", "ready", "canceled", "scheduled"):
+            client.zadd(f"rq:{name}:default", dict.fromkeys(strange, PAST))
+        client.rpush("rq:queue:default:intermediate", *strange)
+    worker = live.start_worker(spawn)
+    live.wait_for(jobs.record.enqueue(tag="first"))
+    live.wait_for(jobs.record.enqueue(tag="last"))
+    assert worker.is_alive()
+
+
 def _forge_family(client: Redis, traps: Path) -> None:
     """Put messages where RQ looks for groups, dependents and lost messages."""
     ours = call(ENTRY, NOBODY)
