@@ -16,6 +16,7 @@ from dedupjobs import vitals
 from tests import live
 from tests.app import jobs
 from tests.live import PATIENCE, Spawn, with_sqlite
+from tests.servers import Valkey
 from tests.waiting import until
 
 pytestmark = [pytest.mark.django_db(transaction=True), with_sqlite]
@@ -58,6 +59,18 @@ def test_worker_that_stands_still_touches_nothing_and_goes_on_once_it_may(
     until(lambda: time.time() - beat.stat().st_mtime > 4, PATIENCE, what="the file grows old")
     worker.signal(signal.SIGCONT)
     moves(beat)
+
+
+@pytest.mark.large
+def test_worker_whose_redis_is_away_is_well_all_the_same(spawn: Spawn, beat: Path) -> None:
+    with Valkey() as server:
+        worker = live.start_worker(
+            spawn, env={"DEDUPJOBS_TEST_REDIS": server.url}, HEARTBEAT_FILE=str(beat)
+        )
+        moves(beat)
+        server.kill()
+        moves(beat)
+        assert worker.is_alive()
 
 
 @pytest.mark.large
