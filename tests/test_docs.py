@@ -31,7 +31,9 @@ def test_page_shows_what_really_happens(page: Path) -> None:
     assert result.failed == 0, "".join(report)
 
 
-@pytest.mark.parametrize(("page", "least"), [("verification", 51), ("dashboard", 15), ("alerts", 21)])
+@pytest.mark.parametrize(
+    ("page", "least"), [("verification", 51), ("dashboard", 15), ("alerts", 21)]
+)
 def test_every_test_that_a_page_names_is_there(page: str, least: int) -> None:
     named = set(re.findall(r"`(test_\w+)`", (DOCS / f"{page}.md").read_text()))
     files = list(TESTS.rglob("test_*.py"))
