@@ -45,6 +45,7 @@ class Settings:
     SHUTDOWN_GRACE: float = 25.0  # from SIGTERM to the interruption of the running job
     HORSE_JOBS: int = 1_000  # deliveries that a DedupWorker's horse runs; 1: one each, as RQ does
     HORSE_MEMORY: int | None = 256 * 1024**2  # bytes that it may grow by; 0 or None: no limit
+    HEARTBEAT_FILE: str | None = None  # that workers touch while they are well, for a probe
     BATCH: int = 100  # rows a sweep reads and messages a pipeline carries
     FOREIGN_PICKLE: bool = False  # may a DedupWorker run others' RQ jobs, pickled ones too
     PRUNE_EVERY: float = 3600.0  # between two looks for rows out of retention
@@ -52,9 +53,9 @@ class Settings:
     SUMMARISE_EVERY: float = 20.0  # between two looks at what ended, for the dashboard's charts
     PUSH_TIMEOUT: float = 0.25  # that a web request may lose to Redis each second
     LOCK_TIMEOUT: float = 0.5  # for one lock command
-    MAX_PAYLOAD: int = 64 * 1024
-    MAX_RESULT: int = 64 * 1024
-    MAX_TRACEBACK: int = 16 * 1024
+    MAX_PAYLOAD: int = 64 * 1024  # bytes of a call's arguments; larger ones are refused
+    MAX_RESULT: int = 64 * 1024  # bytes of a result; a larger one is noted, not kept
+    MAX_TRACEBACK: int = 16 * 1024  # characters of a traceback that are kept
     REDACT: tuple[str, ...] = (  # parts of argument names whose values nobody sees
         "password",
         "passwd",

@@ -122,8 +122,10 @@ def _settle_in() -> None:
 
 def _be_new() -> None:
     """Be as a process that has run nothing: a forked child has no thread that beats."""
-    global host, _messages
-    host, _messages = Host(), 0
+    global host, _messages  # noqa: PLW0603 - there is one per process
+    _messages = 0
+    if isinstance(host, Resident):
+        host = Host()
 
 
 os.register_at_fork(after_in_child=_be_new)

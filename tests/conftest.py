@@ -20,9 +20,9 @@ from tests.processes import Spawned
 # runs once, with the first of them.
 ONCE = (
     "admin_input", "admin_permissions", "admin_truth", "admin_unfold", "admin_why", "alert_rules",
-    "backoff", "pressure",
-    "commands", "conf", "contrib", "docs", "endings", "keys", "logs", "moving",
-    "policy_checks", "registry", "slots", "tasks", "testing", "tracing", "translations",
+    "backoff", "commands", "conf", "contrib", "deployment", "docs", "endings", "keys", "logs",
+    "moving", "peers", "policy_checks", "pressure", "readme", "registry", "security", "slots",
+    "tasks", "testing", "tracing", "translations", "tutorial", "vitals",
 )  # fmt: skip
 DATABASE = os.environ.get("DEDUPJOBS_TEST_DB", "sqlite")
 collect_ignore = [f"test_{name}.py" for name in ONCE] if DATABASE != "sqlite" else []

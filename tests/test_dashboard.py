@@ -288,6 +288,7 @@ def test_empty_system_says_what_to_do_next(admin_client: Client) -> None:
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.large
 def test_workers_show_with_the_age_of_their_heartbeat(admin_client: Client, spawn: Any) -> None:
     worker: Spawned = spawn("rqworker", "default", "high")
     until(lambda: fleet.look().workers and fleet.look().leader, 30, what="it leads")

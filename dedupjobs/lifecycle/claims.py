@@ -21,7 +21,7 @@ from dedupjobs.lifecycle.rows import (
     job,
     skip_locked,
 )
-from dedupjobs.lifecycle.statements import insert
+from dedupjobs.lifecycle.statements import can_return_updated, insert, insertion
 from dedupjobs.models import (
     WAITING,
     AttemptOutcome,
@@ -35,6 +35,7 @@ TAKEN: dict[str, Any] = {
     "version": NEXT_VERSION,
     "started_at": DbNow(),
 }
+MADE = ("id", "began_at")
 OF_A_CLAIM = (
     "id",
     "key_hash",
@@ -75,24 +76,7 @@ def claim(
     code starts at once, so ``began_at`` is written here and spares a statement.
     """
     probes.reach("claim.before")
-    where = {
-        "pk": pk,
-        "status__in": WAITING,
-        "generation": generation,
-        "run_after__lte": DbNow(),
-        **UNASKED,
-    }
-    begun = {
-        "generation": generation,
-        "owner": owner,
-        "beat_at": DbNow(),
-        "claimed_at": DbNow(),
-        "began_at": DbNow() if begins else None,
-        "lock_wait": place.lock_wait,
-        "host": place.host[:200],
-        "pid": place.pid,
-        "rq_id": place.rq_id[:200],
-    }
+    where, begun = _waiting(pk, generation), _begun(generation, owner, place, begins=begins)
     if together.serves(alias()):
         won = together.claim(alias(), where, TAKEN, OF_A_CLAIM, begun)
     else:
@@ -104,22 +88,58 @@ def claim(
     return claim_of(attempt, row)
 
 
+def get_ready() -> None:
+    """Compile what a claim needs; asks the database nothing."""
+    where, begun = _waiting(0, 0), _begun(0, "", Place(), begins=True)
+    if together.serves(alias()):
+        together.claiming(alias(), where, TAKEN, OF_A_CLAIM, begun)
+    else:
+        job(**where).statement(TAKEN, OF_A_CLAIM if can_return_updated(alias()) else ())
+        given = {**begun, **_of_the_job(0, 0, 1.0, 0.0)}
+        insertion(JobAttempt, alias(), returning=MADE, values=given)
+
+
+def _waiting(pk: int, generation: int) -> dict[str, Any]:
+    """Return what must hold of a job that is claimed."""
+    return {
+        "pk": pk,
+        "status__in": WAITING,
+        "generation": generation,
+        "run_after__lte": DbNow(),
+        **UNASKED,
+    }
+
+
+def _begun(generation: int, owner: str, place: Place, *, begins: bool) -> dict[str, Any]:
+    """Return the columns of a new attempt that its job does not give."""
+    return {
+        "generation": generation,
+        "owner": owner,
+        "beat_at": DbNow(),
+        "claimed_at": DbNow(),
+        "began_at": DbNow() if begins else None,
+        "lock_wait": place.lock_wait,
+        "host": place.host[:200],
+        "pid": place.pid,
+        "rq_id": place.rq_id[:200],
+    }
+
+
+def _of_the_job(pk: int, number: int, lease: float, delay: float | None) -> dict[str, Any]:
+    """Return the columns of a new attempt that its job gives."""
+    return {"job_id": pk, "number": number, "lease_until": DbNow(lease), "queue_delay": delay}
+
+
 def _claim_step_by_step(where: dict[str, Any], begun: dict[str, Any]) -> tuple[Any, Any] | None:
     with transaction.atomic(using=alias()):
         row = job(**where).update_and_read(OF_A_CLAIM, **TAKEN)
         if row is None:
             return None
         probes.reach("claim.row_won")
-        attempt = insert(
-            JobAttempt,
-            alias(),
-            returning=("id", "began_at"),
-            job_id=row.pk,
-            number=row.attempts,
-            lease_until=DbNow(registry.options_of(row.name).lease),
-            queue_delay=_seconds_between(max(row.run_after, row.enqueued_at), row.started_at),
-            **begun,
-        )
+        lease = registry.options_of(row.name).lease
+        delay = _seconds_between(max(row.run_after, row.enqueued_at), row.started_at)
+        given = {**begun, **_of_the_job(row.pk, row.attempts, lease, delay)}
+        attempt = insert(JobAttempt, alias(), returning=MADE, **given)
         probes.reach("claim.uncommitted")
     return row, attempt
 

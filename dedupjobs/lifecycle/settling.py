@@ -19,7 +19,7 @@ from dedupjobs.clock import DbNow
 from dedupjobs.endings import Error
 from dedupjobs.lifecycle import together
 from dedupjobs.lifecycle.leaving import Leaving, cancelled, die, leave, obey, take_up
-from dedupjobs.lifecycle.rows import UNASKED, UNSENT, Claim, alias, attempt, attempts
+from dedupjobs.lifecycle.rows import NOBODY, UNASKED, UNSENT, Claim, alias, attempt, attempts, job
 from dedupjobs.models import (
     AttemptOutcome,
     Status,
@@ -45,6 +45,15 @@ def complete(
     claim: Claim, result: str, *, unique_for: timedelta | None, note: Note = NO_NOTE
 ) -> Status | None:
     """RUNNING → SUCCEEDED, or PENDING if a rerun waits. The success holds the key from now."""
+    succeed = _success(claim, result, unique_for)
+
+    def move() -> Status | None:
+        return succeed.by_itself() or take_up(claim)
+
+    return _settle(claim, AttemptOutcome.SUCCEEDED, note, move, usually=succeed)
+
+
+def _success(claim: Claim, result: str, unique_for: timedelta | None) -> Leaving:
     until = DbNow(unique_for or 0) if unique_for is not FOREVER else None
     sets = {
         "result": result,
@@ -53,12 +62,19 @@ def complete(
         "unique_until": until,
         **UNASKED,
     }
-    succeed = Leaving(claim, Status.SUCCEEDED, sets=sets, guards={"rerun_args": None})
+    return Leaving(claim, Status.SUCCEEDED, sets=sets, guards={"rerun_args": None})
 
-    def move() -> Status | None:
-        return succeed.by_itself() or take_up(claim)
 
-    return _settle(claim, AttemptOutcome.SUCCEEDED, note, move, usually=succeed)
+def get_ready() -> None:
+    """Compile what a success needs; asks the database nothing."""
+    mine, ended = _open(0), _ended(AttemptOutcome.SUCCEEDED, Note(run_time=0.0))
+    for unique_for in (FOREVER, timedelta(1)):
+        success = _success(NOBODY, "", unique_for)
+        if together.serves(alias()):
+            together.ending(alias(), (mine, ended), (success.where, success.to))
+        else:
+            job(**success.where).statement(success.to)
+            attempt(**mine).statement(ended)
 
 
 def fail(claim: Claim, *, after: float, note: Note, timed_out: bool = False) -> Status | None:
@@ -168,8 +184,7 @@ def _settle(
     ``usually``: what ``move`` comes to if no request waits.
     """
     probes.reach("settle.before")
-    mine = {"pk": claim.fence, "outcome": None, **guards}
-    ended = {"outcome": outcome, "ended_at": DbNow(), **_written(note)}
+    mine, ended = {**_open(claim.fence), **guards}, _ended(outcome, note)
     if usually and together.serves(alias()):
         both = together.end(alias(), (mine, ended), (usually.where, usually.to))
         if both is not None:
@@ -196,9 +211,15 @@ def _settle_step_by_step(
     return status
 
 
-def _written(note: Note) -> dict[str, Any]:
+def _open(fence: int) -> dict[str, Any]:
+    return {"pk": fence, "outcome": None}
+
+
+def _ended(outcome: AttemptOutcome, note: Note) -> dict[str, Any]:
     error = note.error
     return {
+        "outcome": outcome,
+        "ended_at": DbNow(),
         "reason": note.reason,
         "run_time": note.run_time,
         "error_class": error.type if error else "",

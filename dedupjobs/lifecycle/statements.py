@@ -121,14 +121,14 @@ class Rows:
 
     def update(self, **to: Any) -> int:
         """Return how many rows were changed."""
-        statement, slots = self._statement(to, ())
+        statement, slots = self.statement(to, ())
         with transaction.mark_for_rollback_on_error(using=self.alias):
             return statement.change(self.alias, slots)
 
     def update_and_read(self, columns: tuple[str, ...], **to: Any) -> Any:
         """Return the row after its change, with these columns, or None if there was none."""
         if can_return_updated(self.alias):
-            statement, slots = self._statement(to, columns)
+            statement, slots = self.statement(to, columns)
             with transaction.mark_for_rollback_on_error(using=self.alias):
                 values = statement.row(self.alias, slots)
             return None if values is None else instance(self.model, self.alias, values)
@@ -137,7 +137,8 @@ class Rows:
         found = self.model._base_manager.using(self.alias)
         return found.only(*columns).get(pk=self.where["pk"])
 
-    def _statement(self, to: Values, columns: tuple[str, ...]) -> tuple[Statement, Slots]:
+    def statement(self, to: Values, columns: tuple[str, ...] = ()) -> tuple[Statement, Slots]:
+        """Return the UPDATE and what stands in its slots, compiled if this shape is new."""
         slots: Slots = {}
         where = tuple(shape_of(WHERE, self.where, slots))
         changes = tuple(shape_of(TO, to, slots))
@@ -178,6 +179,26 @@ def insert(
 
     Of what the database computes, only the columns in ``returning`` are known of it.
     """
+    statement, slots = insertion(
+        model, alias, returning=returning, ignore_conflicts=ignore_conflicts, values=values
+    )
+    with transaction.mark_for_rollback_on_error(using=alias):
+        computed = statement.row(alias, slots)
+    if computed is None:
+        return None
+    given = {name: value for name, value in values.items() if not isinstance(value, DbNow)}
+    return instance(model, alias, {**_defaults(model), **given, **computed})
+
+
+def insertion(
+    model: type[models.Model],
+    alias: str,
+    *,
+    returning: tuple[str, ...],
+    values: Values,
+    ignore_conflicts: bool = False,
+) -> tuple[Statement, Slots]:
+    """Return the INSERT and what stands in its slots, compiled if this shape is new."""
     slots: Slots = {}
     columns = tuple(shape_of(TO, values, slots))
     shape = (model, "insert", columns, returning, ignore_conflicts)
@@ -186,13 +207,7 @@ def insert(
         given = with_slots(model, TO, columns)
         return inserting(connection, model, given, returning, ignore_conflicts=ignore_conflicts)
 
-    statement = compiled(shape, alias, build)
-    with transaction.mark_for_rollback_on_error(using=alias):
-        computed = statement.row(alias, slots)
-    if computed is None:
-        return None
-    given = {name: value for name, value in values.items() if not isinstance(value, DbNow)}
-    return instance(model, alias, {**_defaults(model), **given, **computed})
+    return compiled(shape, alias, build), slots
 
 
 def inserting(

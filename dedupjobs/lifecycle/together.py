@@ -73,6 +73,19 @@ def claim(
 
     ``attempt``: the columns of the new row that the job does not give.
     """
+    statement, slots = claiming(alias, where, to, columns, attempt)
+    values = statement.row(alias, slots)
+    if values is None:
+        return None
+    made = {name: values.pop(f"made.{name}") for name in MADE}
+    row = SimpleNamespace(**values, pk=values["id"])
+    return row, SimpleNamespace(**{**attempt, **made}, pk=made["id"])
+
+
+def claiming(
+    alias: str, where: Values, to: Values, columns: tuple[str, ...], attempt: Values
+) -> tuple[Statement, Slots]:
+    """Return the statement of ``claim``, compiled if its shape is new."""
     slots: Slots = {}
     asked = tuple(statements.shape_of(WHERE, where, slots))
     written = tuple(statements.shape_of("made.", attempt, slots))
@@ -92,12 +105,7 @@ def claim(
         making = statements.inserting(connection, JobAttempt, given, MADE)
         return _chained(taking, making)
 
-    values = compiled(shape, alias, build).row(alias, slots)
-    if values is None:
-        return None
-    made = {name: values.pop(f"made.{name}") for name in MADE}
-    row = SimpleNamespace(**values, pk=values["id"])
-    return row, SimpleNamespace(**{**attempt, **made}, pk=made["id"])
+    return compiled(shape, alias, build), slots
 
 
 class _Text(Slot):
@@ -146,6 +154,20 @@ def end(alias: str, attempt: tuple[Values, Values], job: tuple[Values, Values]) 
 
     None: nothing is written, since the attempt fits and the job does not.
     """
+    statement, slots = ending(alias, attempt, job)
+    try:
+        found = statement.row(alias, slots)
+    except DataError as error:
+        if getattr(error.__cause__, "sqlstate", None) == NO_INTEGER and NOT_BOTH in str(error):
+            return None
+        raise
+    return bool(found and found["both"])
+
+
+def ending(
+    alias: str, attempt: tuple[Values, Values], job: tuple[Values, Values]
+) -> tuple[Statement, Slots]:
+    """Return the statement of ``end``, compiled if its shape is new."""
     slots: Slots = {}
     parts = [
         tuple(statements.shape_of(f"{whose}{part}", values, slots))
@@ -157,21 +179,15 @@ def end(alias: str, attempt: tuple[Values, Values], job: tuple[Values, Values]) 
         models = (JobAttempt, JobAttempt, ProcessedJob, ProcessedJob)
         places = ("ended.where.", "ended.to.", "moved.where.", "moved.to.")
         values = [statements.with_slots(*each) for each in zip(models, places, parts, strict=True)]
-        ending = statements.updating(connection, JobAttempt, values[0], values[1], ())
-        moving = statements.updating(connection, ProcessedJob, values[2], values[3], ())
+        ended = statements.updating(connection, JobAttempt, values[0], values[1], ())
+        moved = statements.updating(connection, ProcessedJob, values[2], values[3], ())
         sql = (
-            f"WITH ended AS ({ending.sql} RETURNING 1), "  # noqa: S608 - compiled statements
-            f"moved AS ({moving.sql} AND EXISTS (SELECT 1 FROM ended) RETURNING 1) "
+            f"WITH ended AS ({ended.sql} RETURNING 1), "  # noqa: S608 - compiled statements
+            f"moved AS ({moved.sql} AND EXISTS (SELECT 1 FROM ended) RETURNING 1) "
             "SELECT CASE WHEN NOT EXISTS (SELECT 1 FROM ended) THEN 0 "
             "WHEN EXISTS (SELECT 1 FROM moved) THEN 1 "
             f"ELSE ('{NOT_BOTH}' || (SELECT count(*) FROM ended))::integer END"
         )
-        return Statement(sql, ending.params + moving.params, ("both",))
+        return Statement(sql, ended.params + moved.params, ("both",))
 
-    try:
-        found = compiled(("end", *parts), alias, build).row(alias, slots)
-    except DataError as error:
-        if getattr(error.__cause__, "sqlstate", None) == NO_INTEGER and NOT_BOTH in str(error):
-            return None
-        raise
-    return bool(found and found["both"])
+    return compiled(("end", *parts), alias, build), slots
