@@ -820,6 +820,22 @@ def test_webhook_that_hangs_delays_neither_a_tick_nor_a_look(hook: Hook) -> None
     assert not [t for t in threading.enumerate() if t.name.startswith("dedupjobs-watch")]
 
 
+@live.with_sqlite
+def test_worker_tells_a_webhook_and_one_that_hangs_holds_no_job_up(
+    hook: Hook, spawn: live.Spawn
+) -> None:
+    hook.gate.clear()
+    make_dead()
+    live.start_worker(spawn, ALERTS={**AT_ONCE, "EVERY": 0.1, "WEBHOOK": hook.url})
+    with live.brisk():
+        until(lambda: AlertNotice.objects.filter(tries=1).exists(), live.PATIENCE)
+        live.wait_for(jobs.record.enqueue(tag="meanwhile"))
+        assert hook.got == []
+        hook.gate.set()
+        until(lambda: hook.got, live.PATIENCE)
+    assert [(got["event"], got["kind"]) for got in hook.got] == [("raised", "dead")]
+
+
 @contextmanager
 def coordinating() -> Iterator[None]:
     """Run a coordinator in a thread."""
