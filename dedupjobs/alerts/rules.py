@@ -324,7 +324,7 @@ def replica_lag(sight: Sight, told: Thresholds) -> Iterable[Found]:
         if lag >= told.REPLICA_LAG:
             yield Found(
                 subject=name,
-                words=f"The replica {name} is {lag:.0f} s behind.",
+                words=f"A replica ({name}) is {lag:.0f} s behind.",
                 cure="Pages that read it are old; what decides reads the primary. Look for a long "
                 "transaction or a slow disk there.",
                 severity=Severity.WARNING,
