@@ -156,7 +156,8 @@ class Coordinator:
                     signals.tell(signals.coordinator_failed, "", error=error)
                     connections.close_all()
                     pause = min(pause * 2, WORST_PAUSE)
-        locks.resign(self.owner)
+            self.leads = False
+            locks.resign(self.owner)
 
     # ---- due rows that have no message
 
