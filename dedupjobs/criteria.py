@@ -17,7 +17,7 @@ from typing import Any
 from uuid import UUID
 
 from django.db import connections
-from django.db.models import Exists, OuterRef, Q, QuerySet
+from django.db.models import Q, QuerySet
 from django.db.models.functions import Coalesce
 
 from dedupjobs import conf, lifecycle, registry
@@ -84,22 +84,13 @@ def _ago(seconds: float) -> datetime:
     return lifecycle.database_now() - timedelta(seconds=seconds)
 
 
-NOT_SUCCEEDED = [status for status in Status if status != Status.SUCCEEDED]
-
-
 def _error(rows: Rows, value: str) -> Rows:
     text = clean(value)
     if text is None:
         return rows.none()
-    # By its last part, too: people know exceptions by their class, not by their module.
-    newest = lifecycle.attempts().filter(job_id=OuterRef("pk"), number=OuterRef("attempts"))
-    named = newest.filter(error_class__in=_spelled(text))
-    # Most attempts that failed were followed by one that did not: those jobs need not be looked at.
-    return rows.filter(Exists(named), status__in=NOT_SUCCEEDED)
-
-
-def _spelled(text: str) -> list[str]:
-    return [text] if "." in text else [text, f"builtins.{text}"]
+    # Python's own without their module, too: so people know them.
+    spelled = [text] if "." in text else [text, f"builtins.{text}"]
+    return rows.filter(error_class__in=spelled)
 
 
 def _condition(rows: Rows, value: str) -> Rows:

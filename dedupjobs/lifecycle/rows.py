@@ -31,7 +31,7 @@ NO_RERUN: dict[str, Any] = {
     "rerun_name": None,
     "rerun_queue": None,
 }
-FRESH: dict[str, Any] = {**UNASKED, "failures": 0, "lost_count": 0}
+FRESH: dict[str, Any] = {**UNASKED, "failures": 0, "lost_count": 0, "error_class": ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

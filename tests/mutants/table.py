@@ -76,8 +76,8 @@ ALL = [
         (
             (
                 "models.py",
-                '_("key hash"), max_length=64, unique=True)',
-                '_("key hash"), max_length=64)',
+                'models.UniqueConstraint(fields=["key_hash"], name="dedupjobs_one_per_key")',
+                "",
             ),
         ),
     ),
