@@ -38,6 +38,7 @@ from dedupjobs.lifecycle import Lost, Pruned
 from dedupjobs.locks import Grip
 from dedupjobs.models import WAITING, ProcessedJob, Status
 from dedupjobs.schedule import Schedule
+from dedupjobs.wire import UNREACHABLE
 
 ROLE = "coordinator"  # whose sign of life each round leaves
 PAGES = 20  # of BATCH rows that one sweep of one tick works through
@@ -118,7 +119,7 @@ class Coordinator:
             self.fold()
         if self._is_time("summarise", conf.get().SUMMARISE_EVERY):
             with _one_row():
-                summaries.keep()
+                summaries.keep(_counted)
         due = self._is_time("prune", conf.get().PRUNE_EVERY)
         return Round(
             scheduled=scheduled,
@@ -309,6 +310,14 @@ class Coordinator:
         now = clock.monotonic()
         self._taken = {i: self._taken.get(i, now) for i in ids}
         return {i for i, since in self._taken.items() if now - since < conf.get().RESEND_AFTER}
+
+
+def _counted() -> dict[str, Any]:
+    """Return what stands in Redis for the summaries; nothing where it can not be asked."""
+    try:
+        return counters.sums() if conf.get().METRICS else {}
+    except UNREACHABLE:
+        return {}
 
 
 def tell_lost(lost: Lost, cause: str) -> None:

@@ -28,7 +28,7 @@ Rows = QuerySet[ProcessedJob]
 
 SEARCHED = 10_000  # rows, the newest ones, that a search for an argument's value reads
 LARGEST_PK = 2**63 - 1
-HOUR = 3_600
+HOUR, WEEK = 3_600, 7 * 86_400
 DIGEST = 64  # hex digits of a key's hash
 
 AGES = {"1h": 3_600, "1d": 86_400, "7d": 7 * 86_400, "30d": 30 * 86_400}
@@ -118,7 +118,7 @@ def _of(attempts: Callable[[], Any]) -> Callable[[Rows], Rows]:
 
 
 def _lost() -> Any:
-    return lifecycle.attempts().filter(outcome=AttemptOutcome.LOST)
+    return lifecycle.attempts().filter(outcome=AttemptOutcome.LOST, ended_at__gt=_ago(WEEK))
 
 
 def _failed() -> Any:

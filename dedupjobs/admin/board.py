@@ -63,7 +63,7 @@ def read(name: str) -> Board:
         jobs=tuple(summaries.by_name(size, shown.moments[0], most=MOST_JOBS)),
         fleet=seen,
         begun=newest is not None or any(now.by_status.values()),
-        unmeasured=(_("hits of the status cache"), _("time spent waiting for locks"), _("alerts")),
+        unmeasured=(_("alerts"),),
     )
 
 
