@@ -16,9 +16,9 @@ import json
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from django.core.cache import caches
@@ -210,15 +210,14 @@ def channel() -> str:
 
 def encode(change: Change) -> str:
     """Return the message about a change, signed."""
-    message = Message(
-        key=change.key_hash,
-        name=change.name,
-        scope=change.scope,
-        version=change.version,
-        event=change.event,
-    )
-    signature = seal.sign(PURPOSE, _text(message))
-    return json.dumps({"scheme": SCHEME, **asdict(message), "seal": signature})
+    fields = {
+        "key": change.key_hash,
+        "name": change.name,
+        "scope": change.scope,
+        "version": change.version,
+        "event": change.event,
+    }
+    return json.dumps({"scheme": SCHEME, **fields, "seal": seal.sign(PURPOSE, _text(fields))})
 
 
 def decode(raw: bytes | str) -> Message | None:
@@ -230,7 +229,7 @@ def decode(raw: bytes | str) -> Message | None:
             counts["other scheme"] += 1
             return None
         message = Message(**fields)
-        if not seal.is_genuine(PURPOSE, _text(message), signature):
+        if not seal.is_genuine(PURPOSE, _text(fields), signature):
             counts["forged"] += 1
             return None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -239,8 +238,8 @@ def decode(raw: bytes | str) -> Message | None:
     return message
 
 
-def _text(message: Message) -> str:
-    return json.dumps(asdict(message), sort_keys=True)
+def _text(fields: Mapping[str, Any]) -> str:
+    return json.dumps(fields, sort_keys=True)
 
 
 counts: Counter[str] = Counter()
