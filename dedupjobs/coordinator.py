@@ -36,7 +36,7 @@ from dedupjobs.clock import DbNow
 from dedupjobs.dispatch import Delivery
 from dedupjobs.lifecycle import Lost, Pruned
 from dedupjobs.locks import Grip
-from dedupjobs.models import WAITING, ProcessedJob, Status
+from dedupjobs.models import ACTIVE, WAITING, ProcessedJob, Status
 from dedupjobs.schedule import Schedule
 from dedupjobs.wire import UNREACHABLE
 
@@ -46,6 +46,8 @@ HEAD = 100  # ids read at the head of a queue to find one of ours
 CROWD = 10_000  # ids searched for one of ours where foreign jobs crowd the head
 EPOCH_TTL = 86_400
 PATIENCE = 5.0  # seconds that a page of messages may take
+PRUNE_PAGE = 1_000  # rows of one transaction
+PRUNE_SECONDS = 1.0  # of one tick
 WORST_PAUSE = 5.0  # seconds between tries while something is away, so also until it is noticed
 
 
@@ -96,6 +98,7 @@ class Coordinator:
     _wiped: dict[str, datetime] = field(default_factory=dict)
     _schedule: Schedule = field(default_factory=Schedule)
     _next: dict[str, float] = field(default_factory=dict)
+    _unpruned: list[str] = field(default_factory=list)
 
     def tick(self) -> Round:
         """Do one round, if no other coordinator leads; without Redis all lead, harmlessly."""
@@ -288,15 +291,19 @@ class Coordinator:
             signals.tell(signals.coordinator_failed, "", error=error)
 
     def prune(self) -> Pruned:
-        """Delete or hollow rows out of retention, PAGES of BATCH per job at the most."""
-        total = Pruned()
-        for name in lifecycle.names():
+        """Delete or hollow rows out of retention; what PRUNE_SECONDS leave, the next tick does."""
+        total, until = Pruned(), clock.monotonic() + PRUNE_SECONDS
+        self._unpruned = self._unpruned or lifecycle.names()
+        while self._unpruned:
+            name = self._unpruned[0]
             older_than = registry.options_of(name).retain_for
-            for _ in range(PAGES):
-                page = prune_page(name, older_than=older_than, limit=conf.get().BATCH)
-                total += page
-                if page.deleted + page.tombstones < conf.get().BATCH:
-                    break
+            page = prune_page(name, older_than=older_than, limit=PRUNE_PAGE)
+            total += page
+            if page.deleted + page.tombstones < PRUNE_PAGE:
+                del self._unpruned[0]
+            if self._unpruned and clock.monotonic() >= until:
+                self._next.pop("prune", None)
+                break
         return total
 
     def _freshly_taken(self, ids: frozenset[str]) -> set[str]:
@@ -339,9 +346,9 @@ def prune_page(name: str, *, older_than: float, limit: int) -> Pruned:
 
 def unknown_names() -> list[str]:
     """Return the names of active rows that no job of this process has."""
-    waiting = lifecycle.jobs().filter(status__in=(*WAITING, Status.RUNNING))
-    found = waiting.order_by("name").values_list("name", flat=True).distinct()
-    return [name for name in found if registry.find(name) is None]
+    active = lifecycle.jobs().filter(status__in=ACTIVE)
+    unknown = (name for name in lifecycle.names() if registry.find(name) is None)
+    return [name for name in unknown if active.filter(name=name).exists()]
 
 
 def _open_attempts() -> Iterator[Any]:

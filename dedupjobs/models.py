@@ -7,6 +7,7 @@ stand in no index, so that PostgreSQL updates them in place.
 
 from __future__ import annotations
 
+from datetime import datetime
 from enum import StrEnum
 
 from django.db import models
@@ -154,6 +155,11 @@ class ProcessedJob(models.Model):
     def is_tombstone(self) -> bool:
         """Whether only the key is left: arguments, result and attempts were pruned."""
         return not self.args
+
+    @property
+    def ended_at(self) -> datetime | None:
+        """When a final row ended; None for others."""
+        return self.run_after if self.is_tombstone else self.finished_at
 
 
 class JobAttempt(models.Model):

@@ -530,8 +530,8 @@ ALL = [
         (
             (
                 "lifecycle/retention.py",
-                "kept = chosen.filter(held(name)).update(",
-                "kept = chosen.none().update(",
+                "holds = ExpressionWrapper(held(name), BooleanField())",
+                "holds = ExpressionWrapper(Q(pk=0), BooleanField())",
             ),
         ),
     ),
@@ -547,7 +547,7 @@ ALL = [
     ),
     Mutant(
         "prune drops a waiting rerun",
-        (("lifecycle/retention.py", "final = ended.filter(rerun_args=None)", "final = ended"),),
+        (("lifecycle/retention.py", "ended.filter(rerun_args=None)", "ended"),),
         test="test_retention.py::"
         "test_dead_row_that_keeps_a_rerun_for_a_person_stays_until_he_takes_it_up",
     ),
