@@ -46,6 +46,7 @@ HEAD = 100  # ids read at the head of a queue to find one of ours
 CROWD = 10_000  # ids searched for one of ours where foreign jobs crowd the head
 EPOCH_TTL = 86_400
 PATIENCE = 5.0  # seconds that a page of messages may take
+DUTY_SECONDS = 4.0  # of one tick for one duty, so that the leader's lease is renewed in time
 PRUNE_PAGE = 1_000  # rows of one transaction
 PRUNE_SECONDS = 1.0  # of one tick
 WORST_PAUSE = 5.0  # seconds between tries while something is away, so also until it is noticed
@@ -172,13 +173,18 @@ class Coordinator:
 
     # ---- attempts whose worker is gone
 
-    def reclaim(self, *, limit: int | None = None) -> list[Lost]:
-        """Take the jobs of attempts that are expired by both witnesses; ``limit``: at most."""
+    def reclaim(self, *, limit: int | None = None, within: float = DUTY_SECONDS) -> list[Lost]:
+        """
+        Take the jobs of attempts that are expired by both witnesses; ``limit``: at most.
+
+        What takes longer than ``within`` (seconds), the next sweep does; each looks at all.
+        """
         taken: list[Lost] = []
+        until = clock.monotonic() + within
         for suspect in self.suspects():
             if limit is not None and len(taken) >= limit:
                 break
-            if not (suspect.expired or suspect.ahead):
+            if not (suspect.expired or suspect.ahead) or clock.monotonic() >= until:
                 continue
             lost = None
             with _one_row():
@@ -230,15 +236,16 @@ class Coordinator:
             if dispatch.touch_epoch(queue, ttl=EPOCH_TTL):
                 return 0
             self._wiped[server] = lifecycle.database_now()
-        resent = 0
+        resent, until = 0, clock.monotonic() + DUTY_SECONDS
         for name in dispatch.queue_names():
             if dispatch.server_of(name) == server:
-                resent += self._resend_before(name, self._wiped[server])
-        dispatch.set_epoch(queue, ttl=EPOCH_TTL)
-        del self._wiped[server]
+                resent += self._resend_before(name, self._wiped[server], until)
+        if clock.monotonic() < until:  # or the next tick goes on
+            dispatch.set_epoch(queue, ttl=EPOCH_TTL)
+            del self._wiped[server]
         return resent
 
-    def _resend_before(self, queue: str, moment: datetime) -> int:
+    def _resend_before(self, queue: str, moment: datetime, until: float) -> int:
         resent, waits = 0, _Waits(lifecycle.database_now())
         for rows in _pages(_sent_before(queue, moment), "dispatched_at", most=None):
             sent = _send(rows)
@@ -246,6 +253,8 @@ class Coordinator:
             waits.note(rows)
             if sent.pushed < sent.marked:
                 raise RedisError(f"queue {queue!r} can not be filled again right now")
+            if clock.monotonic() >= until:
+                break
         _tell_resent(queue, resent, "wiped", waits)
         return resent
 
@@ -397,10 +406,21 @@ def _sent_before(queue: str, moment: datetime) -> Any:
 
 
 def _pages(rows: Any, by: str, *, most: int | None = PAGES) -> Iterator[list[ProcessedJob]]:
-    """Yield pages in the order of column ``by``, each from behind the last one; ``most`` pages."""
+    """
+    Yield pages in the order of column ``by``, each from behind the last one; ``most`` pages.
+
+    Each status by itself: an index has the rows in their order within one only, and a database
+    that has to sort them would do so with all that wait, for each page.
+    """
+    for status in WAITING:
+        yield from _pages_of(rows.filter(status=status), by, most)
+
+
+def _pages_of(rows: Any, by: str, most: int | None) -> Iterator[list[ProcessedJob]]:
     fields = ("pk", "version", "generation", "name", "queue", "dispatch_id", by)
     size = conf.get().BATCH
-    ordered = rows.only(*fields).order_by(by, "pk")
+    # As the index has them: those that were never sent all have the same ``dispatched_at``.
+    ordered = rows.only(*fields).order_by(*dict.fromkeys(("dispatched_at", by, "pk")))
     behind = Q()
     for _ in range(most) if most is not None else count():
         page = list(ordered.filter(behind)[:size])
@@ -408,9 +428,9 @@ def _pages(rows: Any, by: str, *, most: int | None = PAGES) -> Iterator[list[Pro
         if len(page) < size:
             return
         last = page[-1]
-        behind = Q(**{f"{by}__gt": getattr(last, by)}) | Q(
-            **{by: getattr(last, by)}, pk__gt=last.pk
-        )
+        at = getattr(last, by)
+        # The first of the three bounds what an index is searched for, which OR does not.
+        behind = Q(**{f"{by}__gte": at}) & (Q(**{f"{by}__gt": at}) | Q(pk__gt=last.pk))
 
 
 def _stands_in(queue: str, dispatch_id: str | None) -> bool:
