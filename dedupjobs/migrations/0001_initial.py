@@ -5,6 +5,18 @@ import django.db.models.deletion
 from django.db import migrations, models
 
 
+# Percent of a page that is filled by INSERT, on PostgreSQL. A beat then finds room beside the row
+# for its next version and touches no index (HOT).
+FILLED = {"jobattempt": 85}
+
+
+def leave_room(apps, schema_editor):
+    if schema_editor.connection.vendor == "postgresql":
+        for model, percent in FILLED.items():
+            table = schema_editor.quote_name(apps.get_model("dedupjobs", model)._meta.db_table)
+            schema_editor.execute(f"ALTER TABLE {table} SET (fillfactor = {percent})")
+
+
 class Migration(migrations.Migration):
 
     initial = True
@@ -237,4 +249,5 @@ class Migration(migrations.Migration):
                 'constraints': [models.UniqueConstraint(fields=('job', 'number'), name='dedupjobs_one_per_number'), models.UniqueConstraint(fields=('owner',), name='dedupjobs_one_owner', opclasses=['varchar_pattern_ops'])],
             },
         ),
+        migrations.RunPython(leave_room, migrations.RunPython.noop, elidable=False),
     ]
