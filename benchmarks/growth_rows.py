@@ -1,4 +1,4 @@
-"""The rows of ``benchmarks.growth``, made by SQL: what is done, forgotten, lost, out of retention."""
+"""The rows of ``benchmarks.growth``: done, forgotten, lost, and out of retention."""
 
 from __future__ import annotations
 
