@@ -16,7 +16,7 @@ import json
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -53,6 +53,10 @@ class Message:
     scope: str
     version: int
     event: str
+
+    def fields(self) -> dict[str, Any]:
+        """Return what stands in it, by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,14 +214,15 @@ def channel() -> str:
 
 def encode(change: Change) -> str:
     """Return the message about a change, signed."""
-    fields = {
-        "key": change.key_hash,
-        "name": change.name,
-        "scope": change.scope,
-        "version": change.version,
-        "event": change.event,
-    }
-    return json.dumps({"scheme": SCHEME, **fields, "seal": seal.sign(PURPOSE, _text(fields))})
+    message = Message(
+        key=change.key_hash,
+        name=change.name,
+        scope=change.scope,
+        version=change.version,
+        event=change.event,
+    )
+    signature = seal.sign(PURPOSE, _text(message))
+    return json.dumps({"scheme": SCHEME, **message.fields(), "seal": signature})
 
 
 def decode(raw: bytes | str) -> Message | None:
@@ -229,7 +234,7 @@ def decode(raw: bytes | str) -> Message | None:
             counts["other scheme"] += 1
             return None
         message = Message(**fields)
-        if not seal.is_genuine(PURPOSE, _text(fields), signature):
+        if not seal.is_genuine(PURPOSE, _text(message), signature):
             counts["forged"] += 1
             return None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -238,8 +243,8 @@ def decode(raw: bytes | str) -> Message | None:
     return message
 
 
-def _text(fields: Mapping[str, Any]) -> str:
-    return json.dumps(fields, sort_keys=True)
+def _text(message: Message) -> str:
+    return json.dumps(message.fields(), sort_keys=True)
 
 
 counts: Counter[str] = Counter()

@@ -159,7 +159,8 @@ class ProcessedJob(models.Model):
     @property
     def ended_at(self) -> datetime | None:
         """When a final row ended; None for others."""
-        return self.run_after if self.is_tombstone else self.finished_at
+        ended: datetime | None = self.run_after if self.is_tombstone else self.finished_at
+        return ended
 
 
 class JobAttempt(models.Model):

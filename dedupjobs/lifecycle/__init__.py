@@ -23,6 +23,7 @@ of the busiest arrows cheap; it decides nothing.
 
 from __future__ import annotations
 
+from dedupjobs.lifecycle import claims, settling
 from dedupjobs.lifecycle.calls import Answer, enqueue, enqueue_many
 from dedupjobs.lifecycle.claims import (
     Place,
@@ -97,3 +98,9 @@ __all__ = [  # noqa: RUF022 - in the order a job meets them
     "Pruned", "prunable", "free_tombstones", "held", "prune", "purge",
     "new_dispatch_id", "mark_sent", "mark_unsent",
 ]  # fmt: skip
+
+
+def get_ready() -> None:
+    """Compile the statements of a run that succeeds; asks the database nothing."""
+    claims.get_ready()
+    settling.get_ready()

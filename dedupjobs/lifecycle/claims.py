@@ -11,6 +11,7 @@ from django.db.models import F, Q
 
 from dedupjobs import probes, registry
 from dedupjobs.clock import DbNow
+from dedupjobs.lifecycle import together
 from dedupjobs.lifecycle.rows import (
     NEXT_VERSION,
     UNASKED,
@@ -20,16 +21,21 @@ from dedupjobs.lifecycle.rows import (
     job,
     skip_locked,
 )
-from dedupjobs.lifecycle.statements import insert
+from dedupjobs.lifecycle.statements import can_return_updated, insert, insertion
 from dedupjobs.models import (
     WAITING,
     AttemptOutcome,
     JobAttempt,
-    ProcessedJob,
     Status,
 )
 
-NEXT_ATTEMPT = F("attempts") + 1
+TAKEN: dict[str, Any] = {
+    "status": Status.RUNNING,
+    "attempts": F("attempts") + 1,
+    "version": NEXT_VERSION,
+    "started_at": DbNow(),
+}
+MADE = ("id", "began_at")
 OF_A_CLAIM = (
     "id",
     "key_hash",
@@ -70,44 +76,72 @@ def claim(
     code starts at once, so ``began_at`` is written here and spares a statement.
     """
     probes.reach("claim.before")
+    where, begun = _waiting(pk, generation), _begun(generation, owner, place, begins=begins)
+    if together.serves(alias()):
+        won = together.claim(alias(), where, TAKEN, OF_A_CLAIM, begun)
+    else:
+        won = _claim_step_by_step(where, begun)
+    if won is None:
+        return None
+    row, attempt = won
+    probes.reach("claim.committed")
+    return claim_of(attempt, row)
+
+
+def get_ready() -> None:
+    """Compile what a claim needs; asks the database nothing."""
+    where, begun = _waiting(0, 0), _begun(0, "", Place(), begins=True)
+    if together.serves(alias()):
+        together.claiming(alias(), where, TAKEN, OF_A_CLAIM, begun)
+    else:
+        job(**where).statement(TAKEN, OF_A_CLAIM if can_return_updated(alias()) else ())
+        given = {**begun, **_of_the_job(0, 0, 1.0, 0.0)}
+        insertion(JobAttempt, alias(), returning=MADE, values=given)
+
+
+def _waiting(pk: int, generation: int) -> dict[str, Any]:
+    """Return what must hold of a job that is claimed."""
+    return {
+        "pk": pk,
+        "status__in": WAITING,
+        "generation": generation,
+        "run_after__lte": DbNow(),
+        **UNASKED,
+    }
+
+
+def _begun(generation: int, owner: str, place: Place, *, begins: bool) -> dict[str, Any]:
+    """Return the columns of a new attempt that its job does not give."""
+    return {
+        "generation": generation,
+        "owner": owner,
+        "beat_at": DbNow(),
+        "claimed_at": DbNow(),
+        "began_at": DbNow() if begins else None,
+        "lock_wait": place.lock_wait,
+        "host": place.host[:200],
+        "pid": place.pid,
+        "rq_id": place.rq_id[:200],
+    }
+
+
+def _of_the_job(pk: int, number: int, lease: float, delay: float | None) -> dict[str, Any]:
+    """Return the columns of a new attempt that its job gives."""
+    return {"job_id": pk, "number": number, "lease_until": DbNow(lease), "queue_delay": delay}
+
+
+def _claim_step_by_step(where: dict[str, Any], begun: dict[str, Any]) -> tuple[Any, Any] | None:
     with transaction.atomic(using=alias()):
-        row = job(
-            pk=pk,
-            status__in=WAITING,
-            generation=generation,
-            run_after__lte=DbNow(),
-            **UNASKED,
-        ).update_and_read(
-            OF_A_CLAIM,
-            status=Status.RUNNING,
-            attempts=NEXT_ATTEMPT,
-            version=NEXT_VERSION,
-            started_at=DbNow(),
-        )
+        row = job(**where).update_and_read(OF_A_CLAIM, **TAKEN)
         if row is None:
             return None
         probes.reach("claim.row_won")
-        attempt = insert(
-            JobAttempt,
-            alias(),
-            returning=("id", "began_at"),
-            job_id=pk,
-            number=row.attempts,
-            generation=generation,
-            owner=owner,
-            lease_until=DbNow(registry.options_of(row.name).lease),
-            beat_at=DbNow(),
-            claimed_at=DbNow(),
-            began_at=DbNow() if begins else None,
-            queue_delay=_seconds_between(max(row.run_after, row.enqueued_at), row.started_at),
-            lock_wait=place.lock_wait,
-            host=place.host[:200],
-            pid=place.pid,
-            rq_id=place.rq_id[:200],
-        )
+        lease = registry.options_of(row.name).lease
+        delay = _seconds_between(max(row.run_after, row.enqueued_at), row.started_at)
+        given = {**begun, **_of_the_job(row.pk, row.attempts, lease, delay)}
+        attempt = insert(JobAttempt, alias(), returning=MADE, **given)
         probes.reach("claim.uncommitted")
-    probes.reach("claim.committed")
-    return claim_of(attempt, row)
+    return row, attempt
 
 
 def claimed_by(owner: str) -> list[Claim]:
@@ -120,7 +154,8 @@ def claimed_by(owner: str) -> list[Claim]:
     return [claim_of(attempt, attempt.job) for attempt in open_ones]
 
 
-def claim_of(attempt: JobAttempt, row: ProcessedJob) -> Claim:
+def claim_of(attempt: Any, row: Any) -> Claim:
+    """Return the claim that an attempt and its job are, from all that has their columns."""
     return Claim(
         job_pk=row.pk,
         fence=attempt.pk,
