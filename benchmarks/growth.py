@@ -26,12 +26,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import rounds, servers
+from benchmarks import report, rounds, servers
+from benchmarks.spent import backend, cpu_of, verdict
 
 SIZES = (10_000, 1_000_000, 10_000_000)
 ROUNDS, JOBS = 7, 200
 BEATS = 20
-DUTY = 240.0  # seconds after which a duty is broken off, and what it did is counted
+DUTY = 120.0  # seconds after which a duty is broken off, and what it did is counted
 
 Figures = dict[str, Any]
 
@@ -57,7 +58,7 @@ def _cost() -> Figures:
     from benchmarks.jobs import deduplicated  # noqa: PLC0415
     from dedupjobs import runner  # noqa: PLC0415
 
-    backend = _backend()
+    session = backend()
     statements = _Statements()
     numbers = iter(range(sys.maxsize))
     base = time.time_ns()
@@ -66,14 +67,14 @@ def _cost() -> Figures:
     with connection.execute_wrapper(statements):
         for _ in range(ROUNDS + 1):  # the first one warms up
             statements.seconds = 0.0
-            cpu, theirs = time.process_time(), _cpu_of(backend)
+            cpu, theirs = time.process_time(), cpu_of(session)
             for _ in range(JOBS):
                 row = deduplicated.enqueue(base + next(numbers)).job
                 runner.run([[row.pk, row.generation]])
             found.append(
                 {
                     "process_us": 1e6 * (time.process_time() - cpu) / JOBS,
-                    "database_us": 1e6 * (_cpu_of(backend) - theirs) / JOBS,
+                    "database_us": 1e6 * (cpu_of(session) - theirs) / JOBS,
                     "statements_us": 1e6 * statements.seconds / JOBS,
                 }
             )
@@ -98,19 +99,6 @@ class _Statements:
             return execute(*statement)
         finally:
             self.seconds += time.perf_counter() - begun
-
-
-def _backend() -> int:
-    from django.db import connection  # noqa: PLC0415
-
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT pg_backend_pid()")
-        return int(cursor.fetchone()[0])
-
-
-def _cpu_of(pid: int) -> float:
-    """Return the seconds of CPU that a process has had."""
-    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 def _read_rows() -> Figures:
@@ -266,8 +254,8 @@ class _Bystanders:
 
 def _do(duty: Any, count: int, memory: float) -> Figures:
     """Do a duty again and again, as ticks do, until all is done or DUTY is over."""
-    backend = _backend()
-    cpu, theirs, begun = time.process_time(), _cpu_of(backend), time.perf_counter()
+    session = backend()
+    cpu, theirs, begun = time.process_time(), cpu_of(session), time.perf_counter()
     done, longest = 0, 0.0
     while done < count and time.perf_counter() - begun < DUTY:
         tick = time.perf_counter()
@@ -277,7 +265,7 @@ def _do(duty: Any, count: int, memory: float) -> Figures:
             break
         done += made
     seconds = time.perf_counter() - begun
-    cpu, theirs = time.process_time() - cpu, _cpu_of(backend) - theirs
+    cpu, theirs = time.process_time() - cpu, cpu_of(session) - theirs
     return {
         "rows": done,
         "seconds": seconds,
@@ -331,7 +319,7 @@ def main() -> None:
         measured["machine"] = _machine(redis_url)
     print(text(measured))
     if options.write:
-        _put_into(options.write, text(measured))
+        report.put_into(options.write, text(measured))
 
 
 def _measure(environment: dict[str, str], sizes: list[int], options: Any) -> Figures:
@@ -367,9 +355,7 @@ def _say(words: str) -> None:
 
 
 def _machine(redis_url: str) -> str:
-    from benchmarks.report import machine  # noqa: PLC0415
-
-    return f"{machine(redis_url)}, load {os.getloadavg()[0]:.1f}"
+    return f"{report.machine(redis_url)}, load {os.getloadavg()[0]:.1f}"
 
 
 # ---- for people
@@ -423,22 +409,20 @@ def _verdicts(measured: Figures) -> list[str]:
     rows, by_cpu = (2 * prune[k] for k in ("rows_per_second", "rows_per_cpu_second"))
     filled, beats = measured["filled"], measured["beats"]
     return [
-        _verdict(
-            cpu <= 1.3, f"a job costs {cpu:.2f}× the CPU at {last['name']} rows (asked: 1.3×)"
-        ),
-        _verdict(waited <= 1.3, f"its statements take {waited:.2f}× the time (asked: 1.3×)"),
-        _verdict(scanned < 1, f"{scanned:.1f} rows of a job are read by scans of a table"),
-        _verdict(
+        verdict(cpu <= 1.3, f"a job costs {cpu:.2f}× the CPU at {last['name']} rows (asked: 1.3×)"),
+        verdict(waited <= 1.3, f"its statements take {waited:.2f}× the time (asked: 1.3×)"),
+        verdict(scanned < 1, f"{scanned:.1f} rows of a job are read by scans of a table"),
+        verdict(
             rows >= 20_000,
             f"{rows:,.0f} rows/s are pruned, {by_cpu:,.0f} per second of CPU (asked: 20,000)",
         ),
-        _verdict(
+        verdict(
             not prune["seen_waiting"],
             f"of {prune['jobs_meanwhile']} jobs that ran while it pruned none was seen waiting for"
             f" a lock in {prune['looks']} looks; each took {prune['job_ms']:.1f} ms"
             f" (median; worst {prune['worst_job_ms']:.0f} ms)",
         ),
-        _verdict(
+        verdict(
             beats["in_place"] > 0.9,
             f"{100 * beats['in_place']:.0f} % of {beats['beats']:,} beats touched no index (HOT)",
         ),
@@ -447,21 +431,6 @@ def _verdicts(measured: Figures) -> list[str]:
         f"- One look at {measured['reclaim']['rows']:,} open attempts takes a sweep"
         f" {measured['reclaim']['look_ms']:,.0f} ms.",
     ]
-
-
-def _verdict(holds: bool, words: str) -> str:
-    return f"- {'✓' if holds else '✗'} {words}"
-
-
-MARKS = "<!-- measured -->", "<!-- /measured -->"
-
-
-def _put_into(page: Path, words: str) -> None:
-    before, begin, rest = page.read_text().partition(MARKS[0])
-    _, end, after = rest.partition(MARKS[1])
-    if not end:
-        raise servers.CannotRun(f"{page} has no {MARKS[0]} … {MARKS[1]}")
-    page.write_text(f"{before}{begin}\n{words}\n{end}{after}")
 
 
 if __name__ == "__main__":

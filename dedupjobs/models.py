@@ -158,9 +158,9 @@ class ProcessedJob(models.Model):
 
     @property
     def ended_at(self) -> datetime | None:
-        """When a final row ended; None for others."""
-        ended: datetime | None = self.run_after if self.is_tombstone else self.finished_at
-        return ended
+        """When a final row ended; None for others. A tombstone keeps it where a due time was."""
+        ended: datetime | None = self.finished_at or self.run_after
+        return ended if self.status in FINAL else None
 
 
 class JobAttempt(models.Model):
