@@ -26,12 +26,14 @@ from dedupjobs import (
     counters,
     dispatch,
     lifecycle,
+    load,
     locks,
     registry,
     signals,
     stats,
     summaries,
 )
+from dedupjobs.alerts import watch
 from dedupjobs.clock import DbNow
 from dedupjobs.dispatch import Delivery
 from dedupjobs.lifecycle import Lost, Pruned
@@ -94,6 +96,7 @@ class Coordinator:
     """Keeps between ticks only what it has seen itself: who beat when, by its own clock."""
 
     owner: str = field(default_factory=clock.token)
+    leads: bool = False  # at its last tick
     _beats: dict[int, tuple[datetime, float]] = field(default_factory=dict)
     _taken: dict[str, float] = field(default_factory=dict)
     _wiped: dict[str, datetime] = field(default_factory=dict)
@@ -149,14 +152,15 @@ class Coordinator:
     def run(self, rest: Callable[[float], bool]) -> None:
         """Tick until ``rest(seconds)`` returns True; whatever fails is tried again, more slowly."""
         pause = conf.get().TICK
-        while not rest(pause):
-            try:
-                self.tick()
-                pause = conf.get().TICK
-            except Exception as error:
-                signals.tell(signals.coordinator_failed, "", error=error)
-                connections.close_all()
-                pause = min(pause * 2, WORST_PAUSE)
+        with watch.standing(lambda: self.leads):
+            while not rest(pause):
+                try:
+                    self.leads = self.tick().leads
+                    pause = load.tick(conf.get().TICK)
+                except Exception as error:
+                    signals.tell(signals.coordinator_failed, "", error=error)
+                    connections.close_all()
+                    pause = min(pause * 2, WORST_PAUSE)
         locks.resign(self.owner)
 
     # ---- due rows that have no message
@@ -417,7 +421,7 @@ def _pages(rows: Any, by: str, *, most: int | None = PAGES) -> Iterator[list[Pro
 
 
 def _pages_of(rows: Any, by: str, most: int | None) -> Iterator[list[ProcessedJob]]:
-    fields = ("pk", "version", "generation", "name", "queue", "dispatch_id", by)
+    fields = ("pk", "version", "generation", "attempts", "name", "queue", "dispatch_id", by)
     size = conf.get().BATCH
     # As the index has them: those that were never sent all have the same ``dispatched_at``.
     ordered = rows.only(*fields).order_by(*dict.fromkeys(("dispatched_at", by, "pk")))
@@ -446,15 +450,15 @@ class _Sent:
 
 
 def _send(rows: list[ProcessedJob]) -> _Sent:
-    """Give each row that has not moved on a new RQ id, and push them."""
+    """Give each row that has not moved on a new RQ id, which a batch shares, and push them."""
     deliveries = []
-    for row in rows:
-        sent_as = None
+    for group in dispatch.in_batches(rows):
         with _one_row():
-            sent_as = lifecycle.mark_sent(row.pk, row.version, row.dispatch_id)
-        if sent_as is not None:
-            deliveries.append(Delivery.of(row, sent_as))
-    return _Sent(marked=len(deliveries), pushed=dispatch.push(deliveries, within=PATIENCE))
+            sent_as, mine = lifecycle.mark_sent_together(group)
+            if mine:
+                deliveries.append(Delivery.of_all(mine, sent_as))
+    marked = sum(len(delivery.rows) for delivery in deliveries)
+    return _Sent(marked=marked, pushed=dispatch.push(deliveries, within=PATIENCE))
 
 
 @contextmanager

@@ -46,6 +46,8 @@ settle_troubled = Signal()  # claim, error
 operated = Signal()  # job_pk, action, by, after (an operator's arrow)
 slot_skipped = Signal()  # slot: the job's previous one still waits
 coordinator_failed = Signal()  # error
+alert_changed = Signal()  # alert (alerts.book.News); sender: its kind
+notice_dropped = Signal()  # channel, error: an alert's notice that could not be delivered
 
 
 def tell(signal: Signal, name: str, **facts: Any) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle  # only reached with FOREIGN_PICKLE=True
 import select
 import signal
 from collections.abc import Iterator
@@ -32,7 +31,6 @@ from rq.executions import Execution
 from rq.job import Job as RqJob
 from rq.job import JobStatus
 from rq.logutils import blue, green
-from rq.serializers import JSONSerializer
 from rq.utils import now
 from rq.worker import WorkerStatus
 
@@ -53,51 +51,22 @@ from dedupjobs import (
     prefork,
     registry,
     runner,
+    vitals,
 )
-from dedupjobs.books import Books, Entry, Taken, Till
+from dedupjobs.books import Books, Entry, Pace, Taken, Till
 from dedupjobs.coordinator import Coordinator
 from dedupjobs.endings import Ending, Error, Failed, Interrupted, Stopped
-from dedupjobs.exceptions import ForeignPickle
+from dedupjobs.foreign import Guarded, Serializer, guarded
 from dedupjobs.horse import GLANCE, Exit, Horse, HorseHost, Order, Perform, Ride, Sheet
 from dedupjobs.lifecycle import Claim
 from dedupjobs.registry import Options
+from dedupjobs.visible import line
 
 IDLE_WAIT = 2  # seconds that an idle worker blocks in Redis before it looks at its coordinator
 HEARTBEAT_EVERY = 10.0  # seconds between what RQ writes nine times a job; its own patience is 60
 MOST_RAISED = 3_000  # bytes of a traceback; so short a message is never cut in a pipe
 RQ_GRACE = 60.0  # seconds after which RQ's worker kills a horse that its alarm has not ended
-PICKLE_MARK = b"\x80"  # how every pickle of protocol 2 and up begins
-
-
-class Serializer:
-    """JSON that names our own entry; anything else only where the project allows it."""
-
-    dumps = staticmethod(JSONSerializer.dumps)
-
-    @staticmethod
-    def loads(data: bytes, *args: Any, **kwargs: Any) -> Any:
-        trusts = conf.get().FOREIGN_PICKLE
-        if data.startswith(PICKLE_MARK):
-            if trusts:
-                return pickle.loads(data)  # noqa: S301 - asked for by the setting
-            raise _foreign("was queued as a pickle, which runs any code its writer likes")
-        value = JSONSerializer.loads(data, *args, **kwargs)
-        if _is_call(value) and value[0] != dispatch.ENTRY and not trusts:
-            raise _foreign(f"names {value[0]!r}, and RQ would run any function so named")
-        return value
-
-
-def _is_call(value: Any) -> bool:
-    """Return whether this is how RQ writes a job: function, instance, arguments, keywords."""
-    return isinstance(value, list) and list(map(type, value[2:])) == [list, dict]
-
-
-def _foreign(what: str) -> ForeignPickle:
-    return ForeignPickle(
-        f"This job is not one of dedupjobs: it {what}. If only trusted code writes to this Redis, "
-        'set DEDUPJOBS["FOREIGN_PICKLE"] = True and requeue it; otherwise give it a queue and a '
-        "stock worker of its own."
-    )
+BATCH_DIED = "its process died while it ran another job of the batch"
 
 
 class DedupWorker(Worker):
@@ -109,8 +78,13 @@ class DedupWorker(Worker):
         # Whatever the command line says: producers write JSON for exactly this class.
         kwargs["serializer"] = Serializer
         super().__init__(*args, **kwargs)
+        self.job_class = guarded(self.job_class)
+        for queue in self.queues:  # RQ's housekeeping reads with what stands there
+            queue.job_class, queue.serializer = self.job_class, Serializer
         self._books = Books(self)
         self._till = Till(self.connection)
+        self._pace = Pace()
+        self._counts = False  # messages: then they are taken one by one
         self._taken: Taken | None = None
         self._raised: str | None = None
         self._horse: Horse | None = None
@@ -121,6 +95,10 @@ class DedupWorker(Worker):
         self._is_warm = False  # in a horse that runs more than one delivery
 
     # ---- life of the worker
+
+    def work(self, *args: Any, **kwargs: Any) -> bool:
+        self._counts = kwargs.get("max_jobs") is not None
+        return super().work(*args, **kwargs)
 
     def bootstrap(self, *args: Any, **kwargs: Any) -> None:
         self._demand_one_slot()
@@ -134,6 +112,8 @@ class DedupWorker(Worker):
                 self.name,
             )
         self._name_unknown_jobs()
+        if error := vitals.sign():
+            self.log.error("Worker %s: who watches it will miss it: %s", self.name, error)
         invalidation.never_listen()
         prefork.get_ready()
         connections.close_all()
@@ -164,6 +144,8 @@ class DedupWorker(Worker):
         if pipeline is not None:
             super().heartbeat(timeout, pipeline)
             return
+        if not self.is_horse:
+            vitals.sign()
         if timeout is not None or clock.monotonic() >= self._next_heartbeat:
             self._next_heartbeat = clock.monotonic() + HEARTBEAT_EVERY
             with self._without_redis(), self.connection.pipeline() as together:
@@ -196,10 +178,10 @@ class DedupWorker(Worker):
         self, timeout: int | None, *args: Any, **kwargs: Any
     ) -> tuple[RqJob, Queue] | None:
         with self._without_redis(), self._despite_rubbish():
-            taken = self._till.take(self._ordered_queues)
+            taken = self._till.take(self._ordered_queues, self._pace)
             if taken is None and self._till.is_closed:
                 self.check_for_suspension(burst=timeout is None)
-                taken = self._till.take(self._ordered_queues)
+                taken = self._till.take(self._ordered_queues, self._pace)
             if taken is not None:
                 return self._receive(taken)
         self._write_books()
@@ -211,16 +193,24 @@ class DedupWorker(Worker):
         """Do what RQ does with a message that it has popped; ours are read while they run."""
         self._taken = taken
         self.reorder_queues(reference_queue=taken.queue)
-        job = self.job_class(taken.rq_id, connection=self.connection, serializer=self.serializer)
-        if not taken.is_ours:
-            job.restore(taken.raw)
+        try:
+            job = self._job_of(taken.rq_id)
+            if not taken.is_ours:
+                job.restore(taken.raw)
+        except (ValueError, NoSuchJobError) as error:
+            self.connection.lrem(taken.queue.intermediate_queue_key, 1, taken.rq_id)
+            raise ValueError(f"{taken.rq_id!r} is no message: {error}") from None
         name = green(taken.queue.name)
         if self.log_job_description:
-            description = taken.raw.get(b"description", b"").decode(errors="replace")
+            description = line(taken.raw.get(b"description", b"").decode(errors="replace"))
             self.log.info("Worker %s: %s: %s (%s)", self.name, name, blue(description), job.id)
         else:
             self.log.info("Worker %s: %s: %s", self.name, name, job.id)
         return job, taken.queue
+
+    def _job_of(self, rq_id: str) -> RqJob:
+        """Return RQ's job of this id, with nothing in it; ValueError: it can have no such id."""
+        return self.job_class(rq_id, connection=self.connection, serializer=self.serializer)
 
     def _write_books(self, begun: Entry | None = None) -> None:
         with self._without_redis():
@@ -228,11 +218,11 @@ class DedupWorker(Worker):
 
     @contextmanager
     def _despite_rubbish(self) -> Iterator[None]:
-        """Go on if an id in RQ's lists is no text, which somebody else must have put there."""
+        """Go on if RQ can not read what stands in its lists: somebody else has put it there."""
         try:
             yield
-        except UnicodeDecodeError as error:
-            self.log.error("Worker %s: an id in RQ's lists is no text: %s", self.name, error)
+        except ValueError as error:  # an id that is no text, for example
+            self.log.error("Worker %s: rubbish in RQ's lists: %s", self.name, line(error))
 
     def maintain_heartbeats(self, job: RqJob, execution: Execution) -> None:
         with self._without_redis():
@@ -272,12 +262,15 @@ class DedupWorker(Worker):
             self._run(job, taken)
             return
         self._write_books()
+        if isinstance(job, Guarded) and job.rubbish:
+            self._refuse(job, queue)
+            return
         connections.close_all()  # one that two processes use breaks both
         super().execute_job(job, queue)
 
     def _run(self, job: RqJob, taken: Taken) -> None:
         """Let a horse run a delivery of ours; what RQ is to know is written meanwhile."""
-        entry = self._books.entry(job, taken.queue)
+        entry = self._books.entry(job, taken.queue, tuple(t.rq_id for t in taken.others))
         self._state = WorkerStatus.BUSY
         self.executions[entry.execution.id] = entry.execution
         order = Order(
@@ -286,7 +279,7 @@ class DedupWorker(Worker):
             execution_id=entry.execution.id,
             queue=taken.queue.name,
             timeout=taken.timeout,
-            data=taken.data,
+            data=taken.call,
         )
         ride = self._ride = Ride(order.owner, self._mounted(order), clock.monotonic())
         with suppress(Exception):  # rubbish in it is RQ's affair; the delivery is on its way
@@ -295,8 +288,28 @@ class DedupWorker(Worker):
         entry.execution._job = job
         self._write_books(entry)
         self._watch(ride, job, entry.execution)
+        self._learn(taken, clock.monotonic() - ride.begun)
         self._dismount(ride, job, entry)
         self.set_state(WorkerStatus.IDLE)
+
+    def _learn(self, taken: Taken, seconds: float) -> None:
+        """Note how many such messages may be taken together next time."""
+        description = taken.raw.get(b"description", b"").decode(errors="replace")
+        found = registry.find(description.removesuffix(dispatch.ONE_ROW))
+        settings = conf.get()
+        most = settings.BATCH if found and found.options.batch and not self._counts else 1
+        least = min(settings.THREADS, most)
+        rows = 1 + len(taken.others)
+        self._pace.note(description, rows, seconds, most=most, least=least)
+
+    def _refuse(self, job: RqJob, queue: Queue) -> None:
+        """Put a message that RQ could not even read where people find it."""
+        reason = f"dedupjobs could not read this message: {line(cast(Guarded, job).rubbish)}"
+        self.log.error("Worker %s: %s", self.name, reason)
+        job.origin = queue.name
+        with self._without_redis():
+            self.connection.lrem(queue.intermediate_queue_key, 1, job.id)
+            self.handle_job_failure(job, queue=queue, exc_string=reason)
 
     def _mounted(self, order: Order) -> Horse:
         """Return a living horse that has got the order."""
@@ -314,14 +327,15 @@ class DedupWorker(Worker):
     def _dismount(self, ride: Ride, job: RqJob, entry: Entry) -> None:
         """Take down what became of a delivery, and of its horse."""
         ride.rest()
+        ride.left = ride.running
         self._horse_pid, self._ride = 0, None
         self.executions.pop(entry.execution.id, None)
         if ride.answer is None:
             self._let_horse_go()
-            self._bury_rider(ride, job, entry.queue, entry.execution)
+            self._bury_rider(ride, job, entry)
             return
-        if ride.running:
-            self._bury(ride, job.id)
+        if ride.left:
+            self._bury(ride, [job.id, *entry.others])
         if leaves := ride.answer.leaves:
             self.log.info("Worker %s: horse %d leaves: %s", self.name, ride.horse.pid, leaves)
             self._let_horse_go()
@@ -340,14 +354,14 @@ class DedupWorker(Worker):
             self._horse.dismiss()
             self._horse = None
 
-    def _bury_rider(self, ride: Ride, job: RqJob, queue: Queue, execution: Execution) -> None:
+    def _bury_rider(self, ride: Ride, job: RqJob, entry: Entry) -> None:
         """Bury what a dead horse has left open, and let RQ's books show its end."""
         if self._stopped_job_id == job.id:
             ride.killed = "stopped"
-        self._bury(ride, job.id)
+        self._bury(ride, [job.id, *entry.others])
         status = cast(int, ride.horse.status)  # it was reaped
         with self._without_redis():
-            self._tell_rq(job, queue, execution, status)
+            self._tell_rq(job, entry.queue, entry.execution, status)
 
     def _watch(self, ride: Ride, job: RqJob, execution: Execution) -> None:
         """Return once the horse has answered or died. Each look takes GLANCE s, and no SQL."""
@@ -356,6 +370,7 @@ class DedupWorker(Worker):
             ride.answer = ride.horse.wait(GLANCE)
             if ride.answer is not None or ride.horse.is_dead:
                 break
+            vitals.sign()
             ride.beat()
             self._cut_off(ride, job)
             if clock.monotonic() >= next_report:
@@ -381,12 +396,12 @@ class DedupWorker(Worker):
         job.started_at = now()
         self._watch(ride, job, execution)
         ride.rest()
-        open_left = bool(ride.running)
+        ride.left = ride.running
         ride.horse.close()
         self._horse_pid, self._ride = 0, None
         self.executions.pop(execution.id, None)
-        if ride.horse.status != os.EX_OK or open_left:
-            self._bury_rider(ride, job, queue, execution)
+        if ride.horse.status != os.EX_OK or ride.left:
+            self._bury_rider(ride, job, Entry(job, queue, execution))
 
     # ---- in a horse
 
@@ -414,7 +429,7 @@ class DedupWorker(Worker):
 
     def _perform(self, order: Order) -> str | None:
         """Run one order as RQ performs a job; the parent keeps the books."""
-        job = self.job_class(order.rq_id, connection=self.connection, serializer=self.serializer)
+        job = self._job_of(order.rq_id)
         job.data, job.origin, job.timeout = order.data, order.queue, order.timeout
         queue = next(q for q in self.queues if q.name == order.queue)
         execution = Execution(order.execution_id, order.rq_id, self.connection, self.name)
@@ -482,13 +497,13 @@ class DedupWorker(Worker):
         with suppress(ProcessLookupError):
             os.kill(ride.horse.pid, signum)
 
-    def _bury(self, ride: Ride, rq_id: str) -> None:
+    def _bury(self, ride: Ride, rq_ids: list[str]) -> None:
         """End the attempts that the dead horse has left open: we have reaped it, so it is dead."""
         try:
             with counters.gathering():
                 for claim in lifecycle.claimed_by(ride.owner):
-                    self._bury_one(claim, ride.killed)
-            lifecycle.mark_unsent([rq_id])  # rows that it had not claimed yet have no message now
+                    self._bury_one(claim, ride.killed, innocent=ride.acquits(claim))
+            lifecycle.mark_unsent(rq_ids)  # rows that it had not claimed yet have no message now
             coordinator.Coordinator().hand_over([q.name for q in self.queues])
         except (DatabaseError, InterfaceError) as error:
             self.log.error(
@@ -499,9 +514,12 @@ class DedupWorker(Worker):
         finally:
             connections.close_all()
 
-    def _bury_one(self, claim: Claim, killed: str) -> None:
+    def _bury_one(self, claim: Claim, killed: str, *, innocent: bool) -> None:
+        """End an attempt of a dead horse; ``innocent``: another row of its batch was running."""
         job = registry.find(claim.name)
         ending = _ending_of(killed, job.options if job else Options())
+        if innocent:
+            ending = Interrupted(reason=BATCH_DIED) if claim.began else None
         if ending is not None:
             status = runner.settle(claim, ending, execution.note_of(ending, None), job)
             if status is not None:

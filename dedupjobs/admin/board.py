@@ -10,35 +10,36 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from django.utils.translation import gettext as _
-
 from dedupjobs import fleet, summaries
 from dedupjobs.admin import period, plans, tiles, troubles
 from dedupjobs.admin.charts import Chart, draw
 from dedupjobs.admin.tiles import Tile
 from dedupjobs.admin.troubles import Banner
+from dedupjobs.alerts import book
 from dedupjobs.fleet import Fleet
+from dedupjobs.models import Severity
 
 MOST_JOBS = 10
+MOST_ALERTS = 20
+LEVELS: dict[str, str] = {Severity.CRITICAL: "bad", Severity.WARNING: "warn"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """All of it. ``alerts``: None where nothing measures any."""
+    """All of it."""
 
     now: datetime
     span: str
     headline: str
     level: str
     banners: tuple[Banner, ...]
-    alerts: tuple[Banner, ...] | None
+    alerts: tuple[Banner, ...]
     tiles: tuple[Tile, ...]
     happened: tuple[Tile, ...]
     charts: tuple[Chart, ...]
     jobs: tuple[dict[str, Any], ...]
     fleet: Fleet
     begun: bool
-    unmeasured: tuple[str, ...]
 
 
 def read(name: str) -> Board:
@@ -48,7 +49,8 @@ def read(name: str) -> Board:
     shown = period.read(name, now.at)
     newest = summaries.newest()
     banners = tuple(troubles.banners(now, seen, newest, shown))
-    level = troubles.worst(now, banners)
+    alerts = open_alerts()
+    level = troubles.worst(now, (*banners, *alerts))
     size, _number = period.SPANS[name]
     return Board(
         now=now.at,
@@ -56,17 +58,20 @@ def read(name: str) -> Board:
         headline=troubles.headline(level, now),
         level=level,
         banners=banners,
-        alerts=open_alerts(),
+        alerts=alerts,
         tiles=tuple(tiles.now_tiles(now, shown)),
         happened=tuple(tiles.happened_tiles(shown)),
         charts=tuple(draw(plan, shown.moments) for plan in plans.plans(shown)),
         jobs=tuple(summaries.by_name(size, shown.moments[0], most=MOST_JOBS)),
         fleet=seen,
         begun=newest is not None or any(now.by_status.values()),
-        unmeasured=(_("alerts"),),
     )
 
 
-def open_alerts() -> tuple[Banner, ...] | None:
-    """Return the alerts that are open; None as long as nothing measures them."""
-    return None
+def open_alerts() -> tuple[Banner, ...]:
+    """Return the alerts that are open, the critical ones first."""
+    found = sorted(book.standing(), key=lambda alert: alert.severity != Severity.CRITICAL)
+    return tuple(
+        Banner(level=LEVELS[alert.severity], words=alert.words, cure=alert.cure)
+        for alert in found[:MOST_ALERTS]
+    )

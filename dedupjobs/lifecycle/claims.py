@@ -237,6 +237,10 @@ def look(fence: int) -> Pulse:
     row = found.values_list("outcome", "job__cancel_requested", "job__hold_requested").first()
     if row is None:  # not visible yet to this connection: no proof of anything
         return Pulse()
-    outcome, cancel, hold = row
+    return pulse_of(*row)
+
+
+def pulse_of(outcome: str | None, cancel: bool, hold: bool) -> Pulse:
+    """Return what an attempt's outcome, and what is asked of its job, mean to who runs it."""
     lost = outcome in (AttemptOutcome.LOST, AttemptOutcome.RETURNED)
     return Pulse(lost=lost, over=outcome is not None, cancel=cancel, hold=hold)
