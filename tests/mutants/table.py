@@ -351,7 +351,7 @@ ALL = [
     ),
     Mutant(
         "a failure is not counted",
-        ((SETTLING, 'counted = {"failures": NEXT_FAILURE, "error"', 'counted = {"error"'),),
+        ((SETTLING, 'return {"failures": NEXT_FAILURE, "error"', 'return {"error"'),),
     ),
     Mutant(
         "a failure ignores a waiting request",
