@@ -365,21 +365,26 @@ def unknown_names() -> list[str]:
 
 
 def _open_attempts() -> Iterator[Any]:
-    """Yield open attempts by primary key, a page at a time, each with the database's clock."""
+    """
+    Yield open attempts by their jobs, a page at a time, each with the database's clock.
+
+    A job has one open attempt at most. By the attempts' own primary key a database might walk
+    through all that have ended: the open ones are the newest.
+    """
     last = 0
     while True:
         rows = list(
             lifecycle.attempts()
-            .filter(outcome=None, pk__gt=last)
+            .filter(outcome=None, ended_at=None, job_id__gt=last)
             .select_related("job")
             .only("job__name", "job__key", "owner", "beat_at", "lease_until")
             .annotate(db_now=DbNow())
-            .order_by("pk")[: conf.get().BATCH]
+            .order_by("outcome", "ended_at", "job_id")[: conf.get().BATCH]
         )
         yield from rows
         if len(rows) < conf.get().BATCH:
             return
-        last = rows[-1].pk
+        last = rows[-1].job_id
 
 
 @dataclass(slots=True)
