@@ -14,10 +14,11 @@ from datetime import timedelta
 from itertools import groupby
 from typing import Any
 
-from django.db import connections, transaction
+from django.db import DataError, connections, transaction
 
 from dedupjobs import probes
 from dedupjobs.clock import DbNow
+from dedupjobs.lifecycle import together
 from dedupjobs.lifecycle.claims import (
     OF_A_CLAIM,
     TAKEN,
@@ -245,17 +246,14 @@ def beat_kin(owner: str, *, but: int, lease: float) -> None:
 # What follows writes "outcome IS NULL" as COALESCE: the planner takes few attempts to be open, and
 # would read all that were since the last VACUUM from the index on outcome.
 
-# Writes a success if its attempt is open, its job still its own, and no rerun waits: locks the
-# attempt first, then the job. ``next``: an attempt that begins in the same transaction; 0: none.
-COMPLETE_ONE = """
-WITH open AS MATERIALIZED (
-    SELECT id FROM dedupjobs_jobattempt
-    WHERE id = %(fence)s AND COALESCE(outcome, '') = '' FOR UPDATE
-), mine AS MATERIALIZED (
-    SELECT id FROM dedupjobs_processedjob
-    WHERE id = %(pk)s AND status = 'RUNNING' AND attempts = %(number)s AND rerun_args IS NULL
-        AND EXISTS (SELECT 1 FROM open)
-    FOR UPDATE
+# Writes a success, as ``together.end`` does, and lets the next attempt begin in the same
+# transaction; ``next`` 0: none. Answers whether the first was written, and how many have begun.
+COMPLETE_ONE = f"""
+WITH ended AS (
+    UPDATE dedupjobs_jobattempt
+    SET outcome = 'SUCCEEDED', ended_at = clock_timestamp(), reason = %(reason)s,
+        run_time = %(run_time)s, error_class = '', error_message = '', traceback = ''
+    WHERE id = %(fence)s AND COALESCE(outcome, '') = '' RETURNING 1
 ), moved AS (
     UPDATE dedupjobs_processedjob
     SET status = 'SUCCEEDED', version = version + 1, result = %(result)s, error = '',
@@ -263,22 +261,20 @@ WITH open AS MATERIALIZED (
         unique_until = clock_timestamp() + %(holds)s::float8 * interval '1 second',
         cancel_requested = false, hold_requested = false
     WHERE id = %(pk)s AND status = 'RUNNING' AND attempts = %(number)s AND rerun_args IS NULL
-        AND EXISTS (SELECT 1 FROM mine)
-), ended AS (
-    UPDATE dedupjobs_jobattempt
-    SET outcome = 'SUCCEEDED', ended_at = clock_timestamp(), reason = %(reason)s,
-        run_time = %(run_time)s, error_class = '', error_message = '', traceback = ''
-    WHERE id = %(fence)s AND COALESCE(outcome, '') = '' AND EXISTS (SELECT 1 FROM mine)
-    RETURNING id
+        AND EXISTS (SELECT 1 FROM ended)
+    RETURNING 1
 ), begun AS (
     UPDATE dedupjobs_jobattempt SET began_at = clock_timestamp()
     WHERE id = %(next)s AND COALESCE(outcome, '') = '' AND began_at IS NULL
-    RETURNING id
+    RETURNING 1
 )
-SELECT id FROM ended UNION ALL SELECT id FROM begun
-"""
+SELECT CASE WHEN NOT EXISTS (SELECT 1 FROM ended) THEN 0 WHEN EXISTS (SELECT 1 FROM moved) THEN 1
+    ELSE ('{together.NOT_BOTH}' || (SELECT count(*) FROM ended))::integer END,
+    (SELECT count(*) FROM begun)
+"""  # noqa: S608 - our own constant
 
-# The same for many, each in the order of their keys.
+# Writes many successes, each in the order of their keys: of those whose attempt is open, whose job
+# is still their own, and where no rerun waits. Locks the attempts first, then the jobs.
 COMPLETE = """
 WITH given AS (
     SELECT * FROM unnest(
@@ -343,7 +339,14 @@ def _complete_at_once(done: Sequence[Done], begins: Claim | None) -> set[int]:
         "run_time": one.note.run_time,
         "next": begins.fence if begins else 0,
     }
-    return {fence for (fence,) in _ask(COMPLETE_ONE, words)}
+    try:
+        ((both, begun),) = _ask(COMPLETE_ONE, words)
+    except DataError as error:
+        if not together.is_not_both(error):
+            raise
+        return set()
+    written = {one.claim.fence} if both else set()
+    return written | {begins.fence} if begins and begun else written
 
 
 def _words(done: Sequence[Done]) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def end(alias: str, attempt: tuple[Values, Values], job: tuple[Values, Values]) 
     try:
         found = statement.row(alias, slots)
     except DataError as error:
-        if getattr(error.__cause__, "sqlstate", None) == NO_INTEGER and NOT_BOTH in str(error):
+        if is_not_both(error):
             return None
         raise
     return bool(found and found["both"])
@@ -191,3 +191,8 @@ def ending(
         return Statement(sql, ended.params + moved.params, ("both",))
 
     return compiled(("end", *parts), alias, build), slots
+
+
+def is_not_both(error: DataError) -> bool:
+    """Whether this says that an attempt fitted and its job did not."""
+    return getattr(error.__cause__, "sqlstate", None) == NO_INTEGER and NOT_BOTH in str(error)
