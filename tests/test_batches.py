@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from django.db import OperationalError, connection, transaction
 
-from dedupjobs import batches, dispatch, interrupts, lifecycle, locks, probes
+from dedupjobs import batches, dispatch, interrupts, lifecycle, locks, operations, probes
 from dedupjobs.batches import course
 from dedupjobs.clock import DbNow
 from dedupjobs.exceptions import ArgumentError, Cancel, JobDefinitionError, Snooze
@@ -460,3 +460,16 @@ def test_batch_inside_a_transaction_runs_row_by_row() -> None:
     with transaction.atomic():
         run(rows)
     assert outcomes(rows) == [[SUCCEEDED]] * 2
+
+
+def test_cancelled_row_leaves_the_message_that_others_wait_for() -> None:
+    rows = enqueued("each", 3)
+    cancelled, again, last = (job_row(row) for row in rows)
+    operations.cancel(cancelled, by="me")
+    assert live.queued() == [cancelled.dispatch_id]
+    operations.send_again(again, by="me")
+    assert live.queued()[0] == last.dispatch_id
+    operations.cancel(last, by="me")
+    assert last.dispatch_id not in live.queued(), "nobody waits for it any more"
+    live.work_off()
+    assert statuses(rows) == [Status.CANCELLED, Status.SUCCEEDED, Status.CANCELLED]
