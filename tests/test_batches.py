@@ -189,6 +189,17 @@ def test_job_that_times_out_ends_alone(kind: str, acts: Any) -> None:
     assert statuses(rows)[2] == Status.SUCCEEDED
 
 
+@pytest.mark.skipif(not has_row_locks, reason="on SQLite each has a transaction of its own")
+def test_deadlock_ends_the_shared_transaction_and_the_innocent_run_again(acts: Any) -> None:
+    acts["1"] = raising(OperationalError("deadlock detected"))
+    rows = enqueued("atomic", 3)
+    run(rows)
+    assert outcomes(rows) == [[INTERRUPTED], [FAILED], [SUCCEEDED]]
+    assert tags() == ["2"]
+    run([rows[0]])
+    assert outcomes(rows)[0] == [INTERRUPTED, SUCCEEDED]
+
+
 def test_job_whose_cancellation_is_asked_for_before_its_turn_does_not_start(acts: Any) -> None:
     rows = enqueued("each", 3)
 
@@ -473,3 +484,26 @@ def test_cancelled_row_leaves_the_message_that_others_wait_for() -> None:
     assert last.dispatch_id not in live.queued(), "nobody waits for it any more"
     live.work_off()
     assert statuses(rows) == [Status.CANCELLED, Status.SUCCEEDED, Status.CANCELLED]
+
+
+@every_kind
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"generation": 2},
+        {"run_after": DbNow(60)},
+        {"cancel_requested": True},
+        {"hold_requested": True},
+        {"status": Status.HELD},
+        {"status": Status.RUNNING, "attempts": 1},
+        {"status": Status.SUCCEEDED},
+    ],
+    ids=lambda change: next(iter(change.items()))[0] + str(next(iter(change.values()))),
+)
+def test_row_that_a_single_claim_would_leave_is_left(kind: str, change: dict[str, Any]) -> None:
+    rows = enqueued(kind, 3)
+    ProcessedJob.objects.filter(pk=rows[1].pk).update(**change)
+    before = ProcessedJob.objects.filter(pk=rows[1].pk).values().get()
+    run(rows)
+    assert ProcessedJob.objects.filter(pk=rows[1].pk).values().get() == before
+    assert outcomes(rows) == [[SUCCEEDED], [], [SUCCEEDED]]
