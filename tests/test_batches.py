@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from django.db import OperationalError, connection, transaction
 
-from dedupjobs import batches, dispatch, interrupts, lifecycle, locks, probes
+from dedupjobs import batches, dispatch, interrupts, lifecycle, locks, operations, probes
 from dedupjobs.batches import course
 from dedupjobs.clock import DbNow
 from dedupjobs.exceptions import ArgumentError, Cancel, JobDefinitionError, Snooze
@@ -187,6 +187,17 @@ def test_job_that_times_out_ends_alone(kind: str, acts: Any) -> None:
     else:
         assert innocent.status == Status.SUCCEEDED
     assert statuses(rows)[2] == Status.SUCCEEDED
+
+
+@pytest.mark.skipif(not has_row_locks, reason="on SQLite each has a transaction of its own")
+def test_deadlock_ends_the_shared_transaction_and_the_innocent_run_again(acts: Any) -> None:
+    acts["1"] = raising(OperationalError("deadlock detected"))
+    rows = enqueued("atomic", 3)
+    run(rows)
+    assert outcomes(rows) == [[INTERRUPTED], [FAILED], [SUCCEEDED]]
+    assert tags() == ["2"]
+    run([rows[0]])
+    assert outcomes(rows)[0] == [INTERRUPTED, SUCCEEDED]
 
 
 def test_job_whose_cancellation_is_asked_for_before_its_turn_does_not_start(acts: Any) -> None:
@@ -472,3 +483,39 @@ def test_success_forgets_the_failure_before_it_however_it_is_written(
     run(rows)
     found = ProcessedJob.objects.values_list("status", "error_class", "error", "failures")
     assert list(found) == [(Status.SUCCEEDED, "", "", 1)] * count
+
+
+def test_cancelled_row_leaves_the_message_that_others_wait_for() -> None:
+    rows = enqueued("each", 3)
+    cancelled, again, last = (job_row(row) for row in rows)
+    operations.cancel(cancelled, by="me")
+    assert live.queued() == [cancelled.dispatch_id]
+    operations.send_again(again, by="me")
+    assert live.queued()[0] == last.dispatch_id
+    operations.cancel(last, by="me")
+    assert last.dispatch_id not in live.queued(), "nobody waits for it any more"
+    live.work_off()
+    assert statuses(rows) == [Status.CANCELLED, Status.SUCCEEDED, Status.CANCELLED]
+
+
+@every_kind
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"generation": 2},
+        {"run_after": DbNow(60)},
+        {"cancel_requested": True},
+        {"hold_requested": True},
+        {"status": Status.HELD},
+        {"status": Status.RUNNING, "attempts": 1},
+        {"status": Status.SUCCEEDED},
+    ],
+    ids=lambda change: next(iter(change.items()))[0] + str(next(iter(change.values()))),
+)
+def test_row_that_a_single_claim_would_leave_is_left(kind: str, change: dict[str, Any]) -> None:
+    rows = enqueued(kind, 3)
+    ProcessedJob.objects.filter(pk=rows[1].pk).update(**change)
+    before = ProcessedJob.objects.filter(pk=rows[1].pk).values().get()
+    run(rows)
+    assert ProcessedJob.objects.filter(pk=rows[1].pk).values().get() == before
+    assert outcomes(rows) == [[SUCCEEDED], [], [SUCCEEDED]]

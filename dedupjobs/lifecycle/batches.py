@@ -65,8 +65,8 @@ class Wanted:
 
 # ---- claim
 
-# Locks what is free and due, takes it, then makes the attempts, whose ids are the fences. The
-# guards stand twice: what is locked is read anew, but what is updated is asked again.
+# Locks what is free and due, as it is by then, takes it, and makes the attempts, whose ids are the
+# fences.
 # wanted: pks, generations, owners, waits; terms: names of jobs, their leases, whether claimed is
 # begun.
 CLAIM = """
@@ -88,9 +88,7 @@ WITH wanted AS (
         started_at = clock_timestamp()
     FROM wanted, terms, free
     WHERE job.id = free.id AND job.id = wanted.pk AND job.generation = wanted.generation
-        AND job.name = terms.name AND job.status IN ('PENDING', 'RETRYING')
-        AND job.run_after <= clock_timestamp()
-        AND NOT job.cancel_requested AND NOT job.hold_requested
+        AND job.name = terms.name
     RETURNING job.*, wanted.owner, wanted.lock_wait, terms.lease, terms.begins
 ), made AS (
     INSERT INTO dedupjobs_jobattempt (
