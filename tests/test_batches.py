@@ -506,7 +506,7 @@ def test_cancelled_row_leaves_the_message_that_others_wait_for() -> None:
         {"status": Status.RUNNING, "attempts": 1},
         {"status": Status.SUCCEEDED},
     ],
-    ids=lambda change: next(iter(change.items()))[0] + str(next(iter(change.values()))),
+    ids=["another generation", "later", "cancel", "hold", "held", "running", "succeeded"],
 )
 def test_row_that_a_single_claim_would_leave_is_left(kind: str, change: dict[str, Any]) -> None:
     rows = enqueued(kind, 3)
