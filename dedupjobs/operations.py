@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from django.db import transaction
+from django.db.models import F
 from django.utils.translation import gettext as _
 
 from dedupjobs import dispatch, invalidation, lifecycle, locks, registry, signals
@@ -165,6 +166,22 @@ def record(
         before=row.status,
         after=after,
         at=at or DbNow(),
+    )
+
+
+def record_alike(rows: Sequence[ProcessedJob], like: Operation) -> None:
+    """Save the records of one change of many rows by one statement; ``like``: one of them."""
+    lifecycle.insert_for_each(
+        lifecycle.jobs().filter(pk__in=[row.pk for row in rows]).order_by("pk"),
+        Operation,
+        job=F("pk"),
+        action=like.action,
+        by=like.by,
+        reason=like.reason,
+        before=like.before,
+        after=like.after,
+        at=like.at,
+        bulk=like.bulk_id,
     )
 
 

@@ -481,6 +481,18 @@ def test_batch_inside_a_transaction_runs_row_by_row() -> None:
     assert outcomes(rows) == [[SUCCEEDED]] * 2
 
 
+@every_kind
+@pytest.mark.parametrize("count", [1, 3])
+def test_success_forgets_the_failure_before_it_however_it_is_written(
+    acts: dict[str, Callable[[], Any]], kind: str, count: int
+) -> None:
+    rows = enqueued(kind, count)
+    ProcessedJob.objects.update(error_class="shop.Declined", error="no", failures=1)
+    run(rows)
+    found = ProcessedJob.objects.values_list("status", "error_class", "error", "failures")
+    assert list(found) == [(Status.SUCCEEDED, "", "", 1)] * count
+
+
 def test_cancelled_row_leaves_the_message_that_others_wait_for() -> None:
     rows = enqueued("each", 3)
     cancelled, again, last = (job_row(row) for row in rows)

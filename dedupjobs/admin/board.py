@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from django.utils.translation import gettext as _
-
 from dedupjobs import fleet, summaries
 from dedupjobs.admin import period, plans, tiles, troubles
 from dedupjobs.admin.charts import Chart, draw
@@ -42,7 +40,6 @@ class Board:
     jobs: tuple[dict[str, Any], ...]
     fleet: Fleet
     begun: bool
-    unmeasured: tuple[str, ...]
 
 
 def read(name: str) -> Board:
@@ -68,7 +65,6 @@ def read(name: str) -> Board:
         jobs=tuple(summaries.by_name(size, shown.moments[0], most=MOST_JOBS)),
         fleet=seen,
         begun=newest is not None or any(now.by_status.values()),
-        unmeasured=(_("hits of the status cache"), _("time spent waiting for locks")),
     )
 
 

@@ -262,6 +262,7 @@ WITH given AS (
 ), moved AS (
     UPDATE dedupjobs_processedjob AS job
     SET status = 'SUCCEEDED', version = job.version + 1, result = mine.result, error = '',
+        error_class = '',
         finished_at = clock_timestamp(),
         unique_until = clock_timestamp() + mine.holds * interval '1 second',
         cancel_requested = false, hold_requested = false
@@ -356,6 +357,7 @@ WITH given AS (
 )
 UPDATE dedupjobs_processedjob AS job
 SET status = 'SUCCEEDED', version = job.version + 1, result = given.result, error = '',
+    error_class = '',
     finished_at = clock_timestamp(),
     unique_until = clock_timestamp() + given.holds * interval '1 second',
     cancel_requested = false, hold_requested = false
