@@ -21,8 +21,10 @@ from django.db.models import Q
 from redis.exceptions import RedisError
 
 from dedupjobs import (
+    asides,
     clock,
     conf,
+    controls,
     counters,
     dispatch,
     lifecycle,
@@ -33,6 +35,7 @@ from dedupjobs import (
     summaries,
 )
 from dedupjobs.clock import DbNow
+from dedupjobs.controls import InForce
 from dedupjobs.dispatch import Delivery
 from dedupjobs.lifecycle import Lost, Pruned
 from dedupjobs.locks import Grip
@@ -95,6 +98,7 @@ class Coordinator:
     _wiped: dict[str, datetime] = field(default_factory=dict)
     _schedule: Schedule = field(default_factory=Schedule)
     _next: dict[str, float] = field(default_factory=dict)
+    _force: InForce = field(default_factory=InForce)
 
     def tick(self) -> Round:
         """Do one round, if no other coordinator leads; without Redis all lead, harmlessly."""
@@ -107,8 +111,16 @@ class Coordinator:
         return done
 
     def _round(self) -> Round:
+        force = controls.current()
         sweep = self._is_time("sweep", conf.get().RECLAIM_EVERY)
         lost = self.reclaim() if sweep else []
+        if sweep:
+            controls.close_expired()
+        with _one_row():
+            asides.sweep(
+                rooms=sweep or force.rules != self._force.rules, most=PAGES * conf.get().BATCH
+            )
+        self._force = force
         scheduled = self._schedule.tick(lifecycle.database_now())
         queues = dispatch.reachable_queues()
         # Re-sent before the hand-over, or what that sends would be sent twice.

@@ -16,7 +16,8 @@ from typing import cast
 
 from django.db import DatabaseError, InterfaceError, connections
 
-from dedupjobs import clock, lifecycle, locks, probes, signals
+from dedupjobs import clock, controls, lifecycle, locks, probes, signals
+from dedupjobs.interrupts import Cutter
 from dedupjobs.lifecycle import Pulse
 from dedupjobs.locks import Grip
 from dedupjobs.signals import LockEvent
@@ -53,6 +54,8 @@ class Heart:
         self.lock_gone = False
         self._tells = tells
         self.progress: str | None = None
+        self._cutter: Cutter | None = None
+        self._set = controls.known().options_of(name)
         self._active = clock.monotonic()
         self._stop = threading.Event()
         self._join: Callable[[float], None] | None = None
@@ -60,6 +63,15 @@ class Heart:
     def touch(self) -> None:
         """Note that the job is active; written by the next beat."""
         self._active = clock.monotonic()
+
+    @contextmanager
+    def timing(self, cutter: Cutter) -> Iterator[None]:
+        """Let the beats change the time-out of the function that runs in the block."""
+        self._cutter = cutter
+        try:
+            yield
+        finally:
+            self._cutter = None
 
     def start(self) -> None:
         self._join = clock.start(self._run, name=f"dedupjobs-heart-{self.fence}")
@@ -72,6 +84,7 @@ class Heart:
 
     def tick(self) -> Pulse:
         """Beat once, in the calling thread."""
+        self._take_over_what_is_set()
         pulse = lifecycle.beat(
             self.fence,
             lease=self.lease,
@@ -83,6 +96,15 @@ class Heart:
             self._renew_lock()
         probes.reach("beat.done")
         return pulse
+
+    def _take_over_what_is_set(self) -> None:
+        """Let a lease or time-out that a person has just set reach the attempt while it runs."""
+        now = controls.current(at_most=0.0).options_of(self.name)
+        if now.lease != self._set.lease:
+            self.lease = now.lease
+        if now.timeout != self._set.timeout and (cutter := self._cutter) is not None:
+            cutter.retime(now.timeout)
+        self._set = now
 
     def _renew_lock(self) -> None:
         grip = locks.extend(self.job_pk, self.owner, ttl=self.lease)

@@ -32,24 +32,57 @@ def note_shutdown(signum: int, frame: FrameType | None) -> None:
 class Cutter:
     """Says which cut-offs were raised, also if user code swallowed them."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float | None) -> None:
         self.timed_out = False
         self.shut_down = False
         self.armed = False
+        self.timeout = timeout
+        self.begun = time.monotonic()
+        self._guard = threading.Lock()
+        self._has_alarm = False
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the time-out, which may be over; None: there is no end."""
+        return None if self.timeout is None else self.begun + self.timeout - time.monotonic()
+
+    def set_alarm(self) -> tuple[float, float]:
+        """Let the alarm come; returns whose alarm stood there before, as ``setitimer`` does."""
+        with self._guard:
+            self._has_alarm = True
+            self.begun = time.monotonic()
+            return signal.setitimer(signal.ITIMER_REAL, self.timeout or 0, REPEAT)
+
+    def stop_alarm(self) -> None:
+        """From now on ``retime`` changes nothing: the timer is another's again."""
+        with self._guard:
+            self._has_alarm = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def retime(self, timeout: float | None) -> None:
+        """Change the time-out in mid-run, from any thread; counted from the beginning."""
+        with self._guard:
+            self.timeout = timeout
+            if not self._has_alarm:
+                return
+            left = self.left
+            if left is None:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            else:
+                signal.setitimer(signal.ITIMER_REAL, max(left, 0.001), REPEAT)
 
 
 @contextmanager
-def armed(timeout: float | None) -> Iterator[Cutter]:
+def armed(cutter: Cutter) -> Iterator[Cutter]:
     """
-    Raise TimeoutReached in the block after ``timeout`` seconds, ShutdownReached on SIGTERM.
+    Raise TimeoutReached in the block after its seconds, ShutdownReached on SIGTERM.
 
     Off the main thread signals can not be used, and the block runs without either.
     """
-    cutter = Cutter()
     if threading.current_thread() is not threading.main_thread():
         yield cutter
         return
-    with _on_term(cutter), _alarm(cutter, timeout):
+    with _on_term(cutter), _alarm(cutter):
         cutter.armed = True
         try:
             if shutting_down.is_set():
@@ -61,25 +94,24 @@ def armed(timeout: float | None) -> Iterator[Cutter]:
 
 
 @contextmanager
-def _alarm(cutter: Cutter, timeout: float | None) -> Iterator[None]:
+def _alarm(cutter: Cutter) -> Iterator[None]:
     def ring(signum: int, frame: FrameType | None) -> None:
         if cutter.armed:
             cutter.timed_out = True
-            raise TimeoutReached(f"ran longer than its time-out of {timeout:g} s")
+            raise TimeoutReached(f"ran longer than its time-out of {cutter.timeout or 0:g} s")
 
-    if timeout is None:
+    if cutter.timeout is None:
         yield
         return
-    begun = time.monotonic()
     handler = signal.signal(signal.SIGALRM, ring)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, timeout, REPEAT)
+    left, interval = cutter.set_alarm()
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        cutter.stop_alarm()
         signal.signal(signal.SIGALRM, handler)
         if left:
-            passed = time.monotonic() - begun
+            passed = time.monotonic() - cutter.begun
             signal.setitimer(signal.ITIMER_REAL, max(left - passed, 0.001), interval)
 
 

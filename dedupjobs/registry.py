@@ -113,6 +113,17 @@ class Invalidated:
     key_of: Callable[[Mapping[str, Any]], str]
 
 
+@dataclass(frozen=True, slots=True)
+class Concurrency:
+    """
+    How many runs there may be at a time: of the job, or of the group that ``group_of`` its
+    arguments makes. ``limit``: None: as many as a live control says.
+    """
+
+    limit: int | None
+    group_of: Callable[[Mapping[str, Any]], str] | None
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job(Generic[P, R]):
     """
@@ -133,6 +144,7 @@ class Job(Generic[P, R]):
     fingerprint: tuple[str, ...] | None
     invalidates: tuple[Invalidated, ...]
     options: Options
+    concurrency: Concurrency | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.func(*args, **kwargs)
@@ -358,6 +370,7 @@ def job(  # noqa: PLR0913 - the options of a decorator
     scope: str = "",
     fingerprint: tuple[str, ...] | None = None,
     invalidates: tuple[str | tuple[str, str], ...] = (),
+    concurrency: int | str | tuple[str, int] | None = None,
     **options: Any,
 ) -> Callable[[Callable[P, R]], Job[P, R]]:
     """
@@ -370,7 +383,10 @@ def job(  # noqa: PLR0913 - the options of a decorator
     oldest one stands in the keys, so that a renamed job keeps them. ``namespace``: jobs with the
     same one share their keys. ``fingerprint``: the arguments that must be equal when the
     key is (all by default). ``invalidates``: templates of cache keys, or (alias, template), that
-    are deleted when the job is final or queued again. Other options: the fields of ``Options``.
+    are deleted when the job is final or queued again. ``concurrency``: how many runs there may be
+    at a time: ``3`` of this job, ``("tenant:{tenant_id}", 2)`` of each group that the template
+    makes of the arguments, or the template alone, where controls set the limits. Jobs with the
+    same template share their groups. Other options: the fields of ``Options``.
     """
 
     def register(func: Callable[P, R]) -> Job[P, R]:
@@ -387,6 +403,7 @@ def job(  # noqa: PLR0913 - the options of a decorator
             scope=_argument(scope, signature, chosen),
             fingerprint=_arguments(fingerprint, signature, chosen),
             invalidates=tuple(_invalidated(i, signature, chosen) for i in _tuple(invalidates)),
+            concurrency=_concurrency(concurrency, signature, chosen),
             options=_options(options, chosen),
         )
         if made.options.atomic and inspect.iscoroutinefunction(inspect.unwrap(func)):
@@ -559,6 +576,23 @@ def _invalidated(entry: Any, signature: inspect.Signature, job: str) -> Invalida
     if not isinstance(template, str) or not template or not isinstance(alias, str):
         raise JobDefinitionError(f"{job}: {where}: give a template, or (cache alias, template)")
     return Invalidated(alias, keys.text_template(template, signature, job, where))
+
+
+def _concurrency(given: Any, signature: inspect.Signature, job: str) -> Concurrency | None:
+    if given is None:
+        return None
+    template, limit = given if isinstance(given, tuple) and len(given) == 2 else (given, None)  # noqa: PLR2004
+    where = f"concurrency={given!r}"
+    if type(given) is int and given >= 1:
+        return Concurrency(given, None)
+    if not (isinstance(template, str) and template) or not (
+        limit is None or (type(limit) is int and limit >= 1)
+    ):
+        raise JobDefinitionError(
+            f"{job}: {where}; give a whole number of at least 1, a template such as "
+            '"tenant:{tenant_id}", or both: ("tenant:{tenant_id}", 2). To stop a job, pause it'
+        )
+    return Concurrency(limit, keys.text_template(template, signature, job, where))
 
 
 def _options(given: dict[str, Any], job: str) -> Options:

@@ -45,6 +45,10 @@ messages_resent = Signal()  # queue, count, cause ("lost", "wiped"), waited (sec
 settle_troubled = Signal()  # claim, error
 operated = Signal()  # job_pk, action, by, after (an operator's arrow)
 slot_skipped = Signal()  # slot: the job's previous one still waits
+control_changed = Signal()  # control (row), what ("added", "ended"), by
+call_turned_away = Signal()  # control (its number), key
+set_aside = Signal()  # job_pk, words: a due row may not run yet, and waits without a message
+recalled = Signal()  # count: rows that were set aside may run
 coordinator_failed = Signal()  # error
 
 

@@ -25,8 +25,12 @@ from __future__ import annotations
 
 from dedupjobs.lifecycle.calls import Answer, enqueue, enqueue_many
 from dedupjobs.lifecycle.claims import (
+    Admit,
     Place,
     Pulse,
+    Refusal,
+    Refused,
+    Terms,
     beat,
     begin,
     claim,
@@ -65,7 +69,19 @@ from dedupjobs.lifecycle.rows import (
     values_of,
     waited_in_vain,
 )
-from dedupjobs.lifecycle.sending import mark_sent, mark_unsent, new_dispatch_id
+from dedupjobs.lifecycle.sending import (
+    BEYOND,
+    aside,
+    aside_mark,
+    forget_mark,
+    is_aside,
+    mark_sent,
+    mark_unsent,
+    marks,
+    new_dispatch_id,
+    release,
+    set_aside,
+)
 from dedupjobs.lifecycle.settling import (
     NO_NOTE,
     Note,
@@ -86,7 +102,8 @@ __all__ = [  # noqa: RUF022 - in the order a job meets them
     "values_of",
     "codes", "waited_in_vain", "mark_transaction", "assert_unbroken",
     "Answer", "enqueue", "enqueue_many",
-    "Change", "Claim", "Place", "claim", "claimed_by", "begin",
+    "Change", "Claim", "Place", "Terms", "Refusal", "Refused", "Admit", "claim", "claimed_by",
+    "begin",
     "Pulse", "beat", "look", "lock_open", "renew",
     "Note", "NO_NOTE", "complete", "fail", "give_up", "snooze", "interrupt", "unclaim", "stop",
     "park", "outcome_of", "note_late",
@@ -95,4 +112,5 @@ __all__ = [  # noqa: RUF022 - in the order a job meets them
     "cancel_alike", "hold_alike", "retry_alike", "unhold_alike", "limit_alike",
     "Pruned", "prunable", "free_tombstones", "held", "prune", "purge",
     "new_dispatch_id", "mark_sent", "mark_unsent",
+    "BEYOND", "aside_mark", "is_aside", "set_aside", "aside", "release", "marks", "forget_mark",
 ]  # fmt: skip

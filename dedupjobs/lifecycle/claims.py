@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -46,6 +47,7 @@ OF_A_CLAIM = (
     "run_after",
     "enqueued_at",
     "started_at",
+    "dispatch_id",
 )
 
 
@@ -59,15 +61,60 @@ class Place:
     lock_wait: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a claim is granted: a lease in seconds. ``group_hash``: the group it counts in."""
+
+    lease: float
+    group_hash: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """
+    Why a row that could be taken may not run yet. ``mark``: what it is set aside under.
+
+    ``sent_as``: the RQ id of its last hand-over, as the claim has read it.
+    """
+
+    mark: str
+    words: str
+    name: str
+    sent_as: str | None
+
+
+class Refused(Exception):
+    """The claim was undone: the row waits as before, and no attempt was made."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.words)
+        self.refusal = refusal
+
+
+Admit = Callable[[Any], Terms]
+"""Asked inside the claim's transaction, which holds the row; may raise Refused."""
+
+
+def _by_its_options(row: Any) -> Terms:
+    return Terms(lease=registry.options_of(row.name).lease)
+
+
 def claim(
-    pk: int, generation: int, *, owner: str, place: Place, begins: bool = True
+    pk: int,
+    generation: int,
+    *,
+    owner: str,
+    place: Place,
+    begins: bool = True,
+    admit: Admit = _by_its_options,
 ) -> Claim | None:
     """
     Take a waiting, due job for a new attempt, or return None if there is nothing to take.
 
     Never from RUNNING: a dead owner's job comes back through reclaim. The arguments are read
     after the UPDATE, which holds the row, so they are those of this generation. ``begins``: user
-    code starts at once, so ``began_at`` is written here and spares a statement.
+    code starts at once, so ``began_at`` is written here and spares a statement. ``admit``: what
+    it raises rolls all of it back: no attempt, no failure.
     """
     probes.reach("claim.before")
     with transaction.atomic(using=alias()):
@@ -87,6 +134,7 @@ def claim(
         if row is None:
             return None
         probes.reach("claim.row_won")
+        terms = admit(row)
         attempt = insert(
             JobAttempt,
             alias(),
@@ -95,7 +143,7 @@ def claim(
             number=row.attempts,
             generation=generation,
             owner=owner,
-            lease_until=DbNow(registry.options_of(row.name).lease),
+            lease_until=DbNow(terms.lease),
             beat_at=DbNow(),
             claimed_at=DbNow(),
             began_at=DbNow() if begins else None,
@@ -104,6 +152,7 @@ def claim(
             host=place.host[:200],
             pid=place.pid,
             rq_id=place.rq_id[:200],
+            group_hash=terms.group_hash,
         )
         probes.reach("claim.uncommitted")
     probes.reach("claim.committed")
@@ -142,6 +191,7 @@ def claim_of(attempt: JobAttempt, row: ProcessedJob) -> Claim:
         traceparent=row.traceparent,
         host=attempt.host,
         rq_id=attempt.rq_id,
+        group_hash=attempt.group_hash,
     )
 
 

@@ -1,17 +1,28 @@
-"""Which rows wait for a message, and which message was sent last."""
+"""
+Which rows wait for a message, which message was sent last, and which wait without one.
+
+A row that may not run yet (a pause, no room in its group) is *set aside*: a mark stands where the
+RQ id of its last hand-over would, and ``dispatched_at`` lies beyond all time. So neither the
+hand-over nor the search for lost messages sees it, it costs no queue anything, and all rows that
+wait for the same thing are found by one index.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 from django.db import transaction
+from django.db.models import QuerySet
 
 from dedupjobs import clock, probes
 from dedupjobs.clock import DbNow
 from dedupjobs.lifecycle.rows import UNSENT, alias, jobs, skip_locked
-from dedupjobs.models import WAITING
+from dedupjobs.models import WAITING, ProcessedJob
 
 CHUNK = 500  # ids of one statement
+ASIDE = "aside:"
+BEYOND = datetime(9000, 1, 1, tzinfo=UTC)  # when a row that was set aside was handed over
 
 
 def new_dispatch_id() -> str:
@@ -51,3 +62,55 @@ def mark_unsent(dispatch_ids: Sequence[str]) -> int:
             free = list(skip_locked(failed.order_by("pk")).values_list("pk", flat=True))
             marked += failed.filter(pk__in=free).update(**UNSENT)
     return marked
+
+
+# ---- rows that may not run yet
+
+
+def aside_mark(why: str) -> str:
+    """Return what stands on rows that wait for this; at most 58 characters fit."""
+    return ASIDE + why
+
+
+def is_aside(row: ProcessedJob) -> bool:
+    """Return whether a row waits without a message, until it is recalled."""
+    return (row.dispatch_id or "").startswith(ASIDE) and row.dispatched_at == BEYOND
+
+
+def set_aside(pk: int, generation: int, *, sent_as: str | None, mark: str) -> bool:
+    """Let a waiting row wait without a message; ``sent_as`` is the hand-over as read."""
+    probes.reach("set_aside.before")
+    row = jobs().filter(pk=pk, generation=generation, status__in=WAITING, dispatch_id=sent_as)
+    return bool(row.update(dispatch_id=mark, dispatched_at=BEYOND))
+
+
+def aside(mark: str) -> QuerySet[ProcessedJob]:
+    """Return the rows that wait under this mark, the oldest first."""
+    return jobs().filter(dispatch_id=mark, status__in=WAITING).order_by("pk")
+
+
+def release(mark: str, *, most: int) -> int:
+    """Let the coordinator's hand-over see rows again; those that others have locked wait on."""
+    with transaction.atomic(using=alias()):
+        free = list(skip_locked(aside(mark)).values_list("pk", flat=True)[:most])
+        return jobs().filter(pk__in=free, dispatch_id=mark).update(**UNSENT)
+
+
+def marks(*, most: int) -> list[str]:
+    """Return the marks that rows are set aside under, hopping through the index."""
+    found: list[str] = []
+    last = ASIDE
+    while len(found) < most:
+        after = jobs().filter(dispatch_id__gt=last, dispatch_id__lt=ASIDE[:-1] + ";")
+        mark = after.order_by("dispatch_id").values_list("dispatch_id", flat=True).first()
+        if mark is None:
+            break
+        found.append(mark)
+        last = mark
+    return found
+
+
+def forget_mark(mark: str) -> int:
+    """Wipe a mark that no waiting row bears from those that ran or ended with it."""
+    ended = jobs().filter(dispatch_id=mark).exclude(status__in=WAITING)
+    return ended.update(**UNSENT)
