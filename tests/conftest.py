@@ -12,7 +12,7 @@ from django.conf import settings
 from django.db import connection
 from django.utils import translation
 
-from dedupjobs import cache, counters, invalidation
+from dedupjobs import cache, controls, counters, invalidation
 from tests.processes import Spawned
 
 # What asks no database, brings its own, or asks for nothing that one has and another has not,
@@ -39,6 +39,7 @@ def _empty_redis() -> None:
             client.flushdb()
     cache.forget_clients()
     counters.forget_owed()
+    controls.forget()
 
 
 @pytest.fixture(autouse=True)

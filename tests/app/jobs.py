@@ -221,6 +221,29 @@ def wait_carefully(*, tag: str, release: str) -> None:
     wait.func(tag=tag, release=release)
 
 
+@job(key="pair:{tag}", unique_for=FOREVER, lease=2, timeout=60, concurrency=2)
+def run_two_at_a_time(*, tag: str, release: str = "") -> None:
+    note(tag, f"begin {current_attempt().number} {os.getpid()}")
+    while release and not Path(release).exists():
+        time.sleep(0.02)
+
+
+@job(
+    key="tenants:{tag}",
+    unique_for=FOREVER,
+    lease=2,
+    timeout=60,
+    concurrency=("tenant:{tenant}", 1),
+)
+def run_one_per_tenant(*, tag: str, tenant: int, release: str = "") -> None:
+    run_two_at_a_time.func(tag=tag, release=release)
+
+
+@job(key="grouped:{tag}", unique_for=FOREVER, concurrency="tenant:{tenant}")
+def run_in_group(*, tag: str, tenant: int) -> None:
+    note(tag)
+
+
 # MySQL's SLEEP() would notice that its client is gone; other queries do not.
 LONG_QUERY = {
     "postgresql": "SELECT PG_SLEEP(60)",
