@@ -211,6 +211,11 @@ def wait(*, tag: str, release: str, checks: bool = False) -> str:
     return "released"
 
 
+@job(key="wait briefly:{tag}", unique_for=FOREVER, lease=2, timeout=2, max_attempts=1)
+def wait_briefly(*, tag: str, release: str) -> None:
+    wait.func(tag=tag, release=release)
+
+
 @job(key="slow:{tag}", unique_for=FOREVER, lease=60, timeout=60, backoff=0.1)
 def wait_with_long_lease(*, tag: str, release: str) -> None:
     wait.func(tag=tag, release=release)
@@ -226,6 +231,11 @@ def run_two_at_a_time(*, tag: str, release: str = "") -> None:
     note(tag, f"begin {current_attempt().number} {os.getpid()}")
     while release and not Path(release).exists():
         time.sleep(0.02)
+
+
+@job(key="pair for a moment:{tag}", unique_for=FOREVER, lease=2, max_lost=50, concurrency=2)
+def run_two_for_a_moment(*, tag: str) -> None:
+    time.sleep(0.3)
 
 
 @job(
