@@ -33,9 +33,10 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\nInterrupted; everything that was started is stopped.", file=sys.stderr)
         return EXIT_INTERRUPTED
-    print(report.text(measured))
+    tables = report.text(measured)
+    print(tables)
     if options.write:
-        report.put_into(options.write, measured)
+        report.put_into(options.write, tables)
     if options.json:
         options.json.write_text(json.dumps(measured, indent=2, ensure_ascii=False) + "\n")
     return 0

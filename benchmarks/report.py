@@ -112,13 +112,13 @@ def text(measured: dict[str, Any]) -> str:
 MARKS = "<!-- measured -->", "<!-- /measured -->"
 
 
-def put_into(page: Path, measured: dict[str, Any]) -> None:
-    """Replace what stands between the page's marks by the tables."""
+def put_into(page: Path, measured: str) -> None:
+    """Replace what stands between the page's marks."""
     before, begin, rest = page.read_text().partition(MARKS[0])
     _, end, after = rest.partition(MARKS[1])
     if not end:
         raise CannotRun(f"{page} has no {MARKS[0]} … {MARKS[1]}")
-    page.write_text(f"{before}{begin}\n{text(measured)}\n{end}{after}")
+    page.write_text(f"{before}{begin}\n{measured}\n{end}{after}")
 
 
 def _figure(key: str, digits: int = 0, unit: str = "") -> Callable[[Row], str]:

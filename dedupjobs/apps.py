@@ -16,7 +16,16 @@ class DedupjobsConfig(AppConfig):
 
     def ready(self) -> None:
         # Models are loaded by now.
-        from dedupjobs import checks, conf, herald, ledger, logs, metrics, tracing  # noqa: PLC0415
+        from dedupjobs import (  # noqa: PLC0415
+            checks,
+            conf,
+            herald,
+            ledger,
+            logs,
+            metrics,
+            prefork,
+            tracing,
+        )
 
         if apps.is_installed("django.contrib.admin"):
             from dedupjobs import bulk  # noqa: F401, PLC0415 - it has a job of its own
@@ -27,6 +36,7 @@ class DedupjobsConfig(AppConfig):
         metrics.connect()
         tracing.connect()
         herald.connect()
+        prefork.connect()
         # A wrong setting is a check with an id; it must not keep `manage.py check` from running.
         modules = conf.Settings().AUTODISCOVER if any(conf.problems()) else conf.get().AUTODISCOVER
         autodiscover_modules(*modules)

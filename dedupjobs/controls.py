@@ -25,7 +25,7 @@ from django.db.models import F, Q
 from dedupjobs import clock, keys, lifecycle, registry
 from dedupjobs.clock import DbNow
 from dedupjobs.exceptions import GroupUnknown
-from dedupjobs.lifecycle import Refusal, Refused, Terms
+from dedupjobs.lifecycle import OPEN, Gate, Refusal, Refused, Terms
 from dedupjobs.models import Aim, ConcurrencyGroup, Control, ControlKind, ProcessedJob
 from dedupjobs.registry import Options
 
@@ -148,6 +148,16 @@ class InForce:
         rules = {option: self.at(option, Aim.JOB, known) for option in _OPTION}
         return {o: _OPTION[o](rule.value) for o, rule in rules.items() if rule is not None}
 
+    def gate(self) -> Gate:
+        """Return who is asked about before a claim; most jobs start without a question."""
+        limited = registry.limited()
+        if not self.rules and not limited:
+            return OPEN
+        asked = {r.target for r in self.rules if r.kind in _ASKED and r.aim == Aim.JOB}
+        names = {name for target in asked for name in names_of(target)}
+        queues = {r.target for r in self.rules if (r.kind, r.aim) == PAUSED_QUEUE}
+        return Gate(admit, tuple(sorted({*limited, *names})), tuple(sorted(queues)))
+
     def limits(self, name: str, args: str) -> list[Limit]:
         """Return the limits that a run counts against, in the order in which they are locked."""
         job = registry.find(name)
@@ -190,6 +200,16 @@ _OPTION: dict[str, Any] = {
     ControlKind.TIMEOUT: lambda value: value,
     ControlKind.MAX_ATTEMPTS: int,
 }
+
+
+_ASKED = (ControlKind.PAUSE, ControlKind.LEASE, ControlKind.CONCURRENCY)
+PAUSED_QUEUE = (ControlKind.PAUSE, Aim.QUEUE)
+
+
+def names_of(name: str) -> tuple[str, ...]:
+    """Return the names, present and former, that rows of a job may have."""
+    job = registry.find(name)
+    return (job.name, *job.aliases) if job else (name,)
 
 
 def canonical(name: str) -> str:
@@ -238,9 +258,7 @@ class Limit:
         still = lifecycle.attempts().filter(outcome=None)
         if self.aim == Aim.GROUP:
             return still.filter(group_hash=self.group_hash)
-        job = registry.find(self.target)
-        names = {self.target, *(job.aliases if job else ())}
-        return still.filter(job__name__in=names)
+        return still.filter(job__name__in=names_of(self.target))
 
 
 def group_hash(aim: str, target: str) -> str:

@@ -150,7 +150,9 @@ class Pacemaker:
     between threads, which take longer than the rest of a short job's bookkeeping.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, when_idle: Callable[[], None] | None = None) -> None:
+        """``when_idle`` is called once no heart has beaten for a while; it must not raise."""
+        self._when_idle = when_idle
         self._changed = threading.Condition()
         self._heart: Heart | None = None
         self._due = math.inf
@@ -202,6 +204,8 @@ class Pacemaker:
             while (left := self._due - clock.monotonic()) > 0:
                 if self._due == math.inf:
                     connections.close_all()  # nobody needs it, and nobody may for long
+                    if self._when_idle:
+                        self._when_idle()
                 self._wakes = self._due
                 self._changed.wait(None if left == math.inf else left)
             self._beating = cast(Heart, self._heart)

@@ -10,7 +10,6 @@ something. What it shows stands in memory that both see, so that it wakes nobody
 
 from __future__ import annotations
 
-import gc
 import marshal
 import mmap
 import os
@@ -416,12 +415,3 @@ def _read(pipe: int, size: int) -> bytes:
     while len(text) < size and (part := os.read(pipe, size - len(text))):
         text += part
     return text
-
-
-# ---- before any horse
-
-
-def freeze() -> None:
-    """Keep what is in memory now out of the horses' garbage collections, which would copy it."""
-    gc.collect()
-    gc.freeze()

@@ -138,7 +138,7 @@ def progress(control: Any) -> str:
     """Say how far a drain or pause is: how many rows still wait and run."""
     rows = lifecycle.jobs().filter(status__in=ACTIVE)
     if control.aim in (Aim.JOB, Aim.QUEUE):
-        names = _names_of(control.target) if control.aim == Aim.JOB else ()
+        names = controls.names_of(control.target) if control.aim == Aim.JOB else ()
         rows = rows.filter(name__in=names) if names else rows.filter(queue=control.target)
     counted = list(rows.order_by().values_list("status", flat=True)[: COUNTED + 1])
     running = sum(status == Status.RUNNING for status in counted)
@@ -197,11 +197,6 @@ def _refuse_contradictions(wish: Wish) -> None:
             "run, and a pause lets nothing run. End that one first."
         )
         raise ControlError(words % {"pk": found.pk, "what": controls.spoken(found)})
-
-
-def _names_of(name: str) -> tuple[str, ...]:
-    job = registry.find(name)
-    return (job.name, *job.aliases) if job else (name,)
 
 
 # ---- what makes sense

@@ -229,6 +229,11 @@ def _ttl(left: Any) -> float | None:
     return left / 1000 if isinstance(left, int) and left >= 0 else None
 
 
+def get_ready() -> None:
+    """Make the client, which connects when it is used; a forked child connects by itself."""
+    _client()
+
+
 def forget_clients() -> None:
     """Drop the client, after a change of settings."""
     wire.close(_client)

@@ -37,6 +37,7 @@ LONGEST_NAME, LONGEST_TEXT = 200, 100  # characters that the columns hold
 _UNSET: Any = object()
 _jobs: dict[str, Job[..., Any]] = {}
 _former: dict[str, Job[..., Any]] = {}
+_limited: set[str] = set()
 _missing: set[str] = set()  # what the finders did not find
 
 finders: list[Callable[[str], None]] = []
@@ -477,11 +478,17 @@ def options_of(name: str) -> Options:
     return found.options if found else _options({}, name)
 
 
+def limited() -> tuple[str, ...]:
+    """Return the names, present and former, of jobs that declare ``concurrency``."""
+    return tuple(sorted(_limited))
+
+
 def forget(name: str) -> None:
     """Remove a job, for tests that define some."""
     gone = _jobs.pop(name, None)
     for alias in gone.aliases if gone else ():
         _former.pop(alias, None)
+    _limited.difference_update({name, *(gone.aliases if gone else ())})
 
 
 # ---- what the decorator checks
@@ -505,6 +512,8 @@ def _add(made: Job[P, R]) -> Job[P, R]:
                 "jobs would answer for each other's keys"
             )
     _jobs[made.name] = made
+    if made.concurrency is not None:
+        _limited.update({made.name, *made.aliases})
     _missing.clear()
     _former.update(dict.fromkeys(made.aliases, made))
     return made

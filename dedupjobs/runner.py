@@ -11,7 +11,8 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import current_thread, main_thread
 from typing import Any, TypeVar
 
 from django.db import (
@@ -53,7 +54,7 @@ from dedupjobs.endings import (
     Succeeded,
 )
 from dedupjobs.exceptions import ArgumentError, GroupUnknown
-from dedupjobs.heartbeat import Heart, beating
+from dedupjobs.heartbeat import Heart, Pacemaker, beating
 from dedupjobs.invalidation import News
 from dedupjobs.lifecycle import Claim, Note, Place, Refusal, Refused
 from dedupjobs.locks import Grip, Taken
@@ -93,8 +94,40 @@ class Host:
         return beating(heart)
 
 
+@dataclass(slots=True)
+class Resident(Host):
+    """A process that runs one message after the other, as RQ's SimpleWorker does."""
+
+    pays_when_idle: bool = True
+    pacemaker: Pacemaker = field(default_factory=lambda: Pacemaker(when_idle=counters.pay))
+
+    def beating(self, heart: Heart) -> AbstractContextManager[Heart]:
+        """Keep its lease alive while it runs."""
+        return self.pacemaker.beating(heart)
+
+
 host = Host()
 """Replaced by a work horse of DedupWorker, whose parent has minted the owner."""
+_messages = 0
+
+
+def _settle_in() -> None:
+    """Stay, if this process gets a second message: a forked horse of RQ gets one only."""
+    global host, _messages  # noqa: PLW0603 - there is one per process
+    _messages += 1
+    if _messages > 1 and type(host) is Host and current_thread() is main_thread():
+        host = Resident()
+
+
+def _be_new() -> None:
+    """Be as a process that has run nothing: a forked child has no thread that beats."""
+    global host, _messages  # noqa: PLW0603 - there is one per process
+    _messages = 0
+    if isinstance(host, Resident):
+        host = Host()
+
+
+os.register_at_fork(after_in_child=_be_new)
 
 
 def run(deliveries: list[list[int]]) -> None:
@@ -102,6 +135,7 @@ def run(deliveries: list[list[int]]) -> None:
     hardening.harden_connections()
     fields.worker = fields.worker or _rq_worker()
     reset_queries()  # under DEBUG Django keeps every statement, in a worker for ever
+    _settle_in()
     owner = host.owner or clock.token()
     try:
         for index, (pk, generation) in enumerate(_checked(deliveries)):
@@ -213,7 +247,9 @@ def _claim_surely(pk: int, generation: int, owner: str, lock_wait: float | None)
 def _claim(pk: int, generation: int, owner: str, place: Place) -> Claim | None:
     """Claim under the controls in force; a group that nobody has counted yet is made first."""
     try:
-        return lifecycle.claim(pk, generation, owner=owner, place=place, admit=controls.admit)
+        return lifecycle.claim(
+            pk, generation, owner=owner, place=place, gate=controls.known().gate()
+        )
     except GroupUnknown as unknown:
         controls.make_group(str(unknown))
         return _claim(pk, generation, owner, place)

@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
-from django.core.cache import caches
 from django.db import DatabaseError, InterfaceError, connections
 from redis.exceptions import RedisError
 from rq import Queue, Worker
@@ -54,6 +53,7 @@ from dedupjobs import (
     invalidation,
     lifecycle,
     locks,
+    prefork,
     registry,
     runner,
 )
@@ -139,7 +139,9 @@ class DedupWorker(Worker):
                 self.name,
             )
         self._name_unknown_jobs()
-        _warm_up()
+        invalidation.never_listen()
+        prefork.get_ready()
+        connections.close_all()
         self._mind_coordinator()
 
     def _demand_one_slot(self) -> None:
@@ -600,19 +602,6 @@ def _ending_of(killed: str, options: Options) -> Ending | None:
     if killed == "stopped":
         return Stopped(reason="stopped through RQ", requested=True)
     return None
-
-
-def _warm_up() -> None:
-    """Import here what each horse would import again after its fork: some ten milliseconds."""
-    invalidation.never_listen()
-    import django.db.models.sql.compiler  # noqa: F401, PLC0415
-    import redis.lock  # noqa: F401, PLC0415
-
-    with suppress(Exception):  # a wrong cache is a check's business, not the worker's end
-        getattr(caches[conf.get().LOCK_CACHE], "client", None)
-    for connection in connections.all():  # each imports its driver
-        connection.close()
-    horse.freeze()
 
 
 def _coordinate(pipe: int, log: logging.Logger) -> None:

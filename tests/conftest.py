@@ -13,6 +13,7 @@ from django.db import connection
 from django.utils import translation
 
 from dedupjobs import cache, controls, counters, invalidation
+from dedupjobs.lifecycle import together
 from tests.processes import Spawned
 
 # What asks no database, brings its own, or asks for nothing that one has and another has not,
@@ -22,8 +23,10 @@ ONCE = (
     "commands", "conf", "contrib", "docs", "endings", "keys", "logs", "moving",
     "policy_checks", "registry", "slots", "tasks", "testing", "tracing", "translations",
 )  # fmt: skip
-if os.environ.get("DEDUPJOBS_TEST_DB", "sqlite") != "sqlite":
-    collect_ignore = [f"test_{name}.py" for name in ONCE]
+DATABASE = os.environ.get("DEDUPJOBS_TEST_DB", "sqlite")
+collect_ignore = [f"test_{name}.py" for name in ONCE] if DATABASE != "sqlite" else []
+if DATABASE != "postgresql":
+    collect_ignore.append("test_together.py")  # the others go step by step
 
 # Tests that want a listener have one of their own; another would hear their messages, too.
 invalidation.never_listen()
@@ -46,6 +49,12 @@ def _empty_redis() -> None:
 def _no_language() -> None:
     """Let each test speak the project's language: a request leaves its own behind."""
     translation.deactivate()
+
+
+@pytest.fixture
+def step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let PostgreSQL, too, claim and end in steps, for a test that stands between two of them."""
+    monkeypatch.setattr(together, "allowed", False)
 
 
 @pytest.fixture

@@ -295,6 +295,7 @@ def test_beat_brings_what_an_operator_has_asked_for(claim: Claim, asked: dict[st
 
 @needs_row_locks
 @committing
+@pytest.mark.usefixtures("step_by_step")
 def test_beat_on_an_attempt_that_is_locked_does_not_wait_and_sees_it_alive(
     transactional_db: None,
 ) -> None:
@@ -652,6 +653,7 @@ def test_outcome_of_an_open_attempt_is_none_and_of_an_ended_one_its_ending(claim
 
 
 @committing
+@pytest.mark.usefixtures("step_by_step")
 def test_outcome_of_an_attempt_whose_ending_is_about_to_commit_waits_for_it(
     transactional_db: None,
 ) -> None:
@@ -939,6 +941,7 @@ def test_reclaim_of_a_job_that_a_business_transaction_holds_skips_it(
 
 
 @committing
+@pytest.mark.usefixtures("step_by_step")
 def test_reclaim_of_an_attempt_that_is_being_settled_leaves_it_its_ending(
     transactional_db: None,
 ) -> None:

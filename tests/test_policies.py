@@ -650,6 +650,7 @@ def test_trigger_that_meets_a_key_reopened_meanwhile_replaces_what_waits_there(
 
 @committing
 @pytest.mark.parametrize("point", ["settle.before", "settle.between", "settle.uncommitted"])
+@pytest.mark.usefixtures("step_by_step")
 def test_trigger_at_any_point_of_the_settle_is_not_lost(transactional_db: None, point: str) -> None:
     row = jobs.keep_last.enqueue(tag="a", text="old").job
     claim = claimed(row)
@@ -718,6 +719,7 @@ def _replaced(row: ProcessedJob) -> None:
 
 
 @committing
+@pytest.mark.usefixtures("step_by_step")
 def test_replace_while_a_claim_is_uncommitted_waits_and_is_told_duplicate(
     transactional_db: None,
 ) -> None:

@@ -1051,6 +1051,7 @@ def test_connection_that_is_killed_under_an_atomic_job_leaves_no_effect(
 
 @committing
 @pytest.mark.parametrize("point", ["claim.before", "claim.uncommitted", "claim.committed"])
+@pytest.mark.usefixtures("step_by_step")
 def test_claim_that_breaks_at_any_point_is_made_once(reconnected: None, point: str) -> None:
     row = jobs.record.enqueue(tag="a").job
     with at(point, break_connection):
@@ -1066,6 +1067,7 @@ def test_claim_that_breaks_at_any_point_is_made_once(reconnected: None, point: s
 @pytest.mark.parametrize(
     ("specimen", "status"), [(jobs.record, "SUCCEEDED"), (jobs.fail, "RETRYING")], ids=name_of
 )
+@pytest.mark.usefixtures("step_by_step")
 def test_ending_whose_writing_breaks_at_any_point_is_written_once(
     reconnected: None, point: str, specimen: Job[..., Any], status: str
 ) -> None:
@@ -1081,6 +1083,7 @@ def test_ending_whose_writing_breaks_at_any_point_is_written_once(
 
 @needs_server
 @committing
+@pytest.mark.usefixtures("step_by_step")
 def test_claim_whose_commit_has_no_reply_is_found_by_its_owner(reconnected: None) -> None:
     row = jobs.record.enqueue(tag="a").job
     with live.through_proxy() as proxy:
@@ -1094,6 +1097,7 @@ def test_claim_whose_commit_has_no_reply_is_found_by_its_owner(reconnected: None
 @needs_server
 @committing
 @pytest.mark.parametrize("specimen", [jobs.record, jobs.record_atomically], ids=name_of)
+@pytest.mark.usefixtures("step_by_step")
 def test_success_whose_commit_has_no_reply_is_written_once(
     reconnected: None, specimen: Job[..., Any]
 ) -> None:
@@ -1115,6 +1119,7 @@ def test_success_whose_commit_has_no_reply_is_written_once(
     ],
     ids=name_of,
 )
+@pytest.mark.usefixtures("step_by_step")
 def test_success_whose_commit_never_arrived_is_written_again_or_rolled_back(
     reconnected: None, specimen: Job[..., Any], status: str, outcome: str
 ) -> None:

@@ -24,7 +24,7 @@ from rq.job import Job as RqJob
 from rq.serializers import DefaultSerializer, JSONSerializer
 from rq.suspension import resume, suspend
 
-from dedupjobs import clock, dispatch, slate
+from dedupjobs import clock, counters, dispatch, probes, runner, slate
 from dedupjobs.heartbeat import Heart, Pacemaker
 from dedupjobs.horse import Sheet
 from dedupjobs.lifecycle import Pulse
@@ -583,3 +583,62 @@ def test_delivery_whose_message_has_rubbish_in_it_runs(
     pid_of(outcome)
     pids_of("b")
     assert worker.is_alive()
+
+
+# ---- RQ's SimpleWorker, whose process stays
+
+
+def test_pacemaker_tells_once_that_no_heart_has_beaten_for_a_while() -> None:
+    idle = threading.Event()
+    pacemaker = Pacemaker(when_idle=idle.set)
+    with pacemaker.beating(Beating(0.06)):
+        assert not idle.is_set()
+    assert idle.wait(5)
+    idle.clear()
+    with pacemaker.beating(Beating(0.06)):
+        pass
+    assert idle.wait(5)
+
+
+@pytest.fixture
+def new_process() -> Iterator[None]:
+    """Let this process have run no message yet, and none when the test has ended."""
+    runner._be_new()
+    yield
+    runner._be_new()
+
+
+@pytest.mark.usefixtures("transactional_db", "new_process")
+def test_process_that_gets_a_second_message_starts_one_thread_for_all_its_beats() -> None:
+    started = [_threads_started_by_running(tag) for tag in "abcd"]
+    assert started == [["dedupjobs-heart-"], ["dedupjobs-pacemaker"], [], []]
+
+
+@pytest.mark.usefixtures("transactional_db", "new_process")
+def test_process_that_stays_pays_what_it_has_counted_once_it_is_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for tag in "abc":
+        _threads_started_by_running(tag)
+    assert isinstance(runner.host, runner.Resident)
+    counters.add("lock_acquire_success_total")
+    with runner.host.beating(Beating(0.06)):
+        pass
+    until(lambda: not counters._owed.counts, what="paid")
+
+
+def _threads_started_by_running(tag: str) -> list[str]:
+    """Run a message with one job, and return the threads that it has besides those before it."""
+    before, started = set(threading.enumerate()), set()
+
+    def look(point: str) -> None:
+        if point == "user_code.before":
+            started.update(set(threading.enumerate()) - before)
+
+    row = jobs.record.enqueue(tag=tag).job
+    probes.hook = look
+    try:
+        runner.run([[row.pk, 1]])
+    finally:
+        probes.hook = None
+    return sorted(thread.name.rstrip("0123456789") for thread in started)

@@ -23,9 +23,11 @@ of the busiest arrows cheap; it decides nothing.
 
 from __future__ import annotations
 
+from dedupjobs.lifecycle import claims, settling
 from dedupjobs.lifecycle.calls import Answer, enqueue, enqueue_many
 from dedupjobs.lifecycle.claims import (
-    Admit,
+    OPEN,
+    Gate,
     Place,
     Pulse,
     Refusal,
@@ -102,8 +104,8 @@ __all__ = [  # noqa: RUF022 - in the order a job meets them
     "values_of",
     "codes", "waited_in_vain", "mark_transaction", "assert_unbroken",
     "Answer", "enqueue", "enqueue_many",
-    "Change", "Claim", "Place", "Terms", "Refusal", "Refused", "Admit", "claim", "claimed_by",
-    "begin",
+    "Change", "Claim", "Place", "Terms", "Refusal", "Refused", "Gate", "OPEN",
+    "claim", "claimed_by", "begin",
     "Pulse", "beat", "look", "lock_open", "renew",
     "Note", "NO_NOTE", "complete", "fail", "give_up", "snooze", "interrupt", "unclaim", "stop",
     "park", "outcome_of", "note_late",
@@ -114,3 +116,9 @@ __all__ = [  # noqa: RUF022 - in the order a job meets them
     "new_dispatch_id", "mark_sent", "mark_unsent",
     "BEYOND", "aside_mark", "is_aside", "set_aside", "aside", "release", "marks", "forget_mark",
 ]  # fmt: skip
+
+
+def get_ready() -> None:
+    """Compile the statements of a run that succeeds; asks the database nothing."""
+    claims.get_ready()
+    settling.get_ready()

@@ -12,6 +12,7 @@ from django.db.models import F, Q
 
 from dedupjobs import probes, registry
 from dedupjobs.clock import DbNow
+from dedupjobs.lifecycle import together
 from dedupjobs.lifecycle.rows import (
     NEXT_VERSION,
     UNASKED,
@@ -21,16 +22,21 @@ from dedupjobs.lifecycle.rows import (
     job,
     skip_locked,
 )
-from dedupjobs.lifecycle.statements import insert
+from dedupjobs.lifecycle.statements import can_return_updated, insert, insertion
 from dedupjobs.models import (
     WAITING,
     AttemptOutcome,
     JobAttempt,
-    ProcessedJob,
     Status,
 )
 
-NEXT_ATTEMPT = F("attempts") + 1
+TAKEN: dict[str, Any] = {
+    "status": Status.RUNNING,
+    "attempts": F("attempts") + 1,
+    "version": NEXT_VERSION,
+    "started_at": DbNow(),
+}
+MADE = ("id", "began_at")
 OF_A_CLAIM = (
     "id",
     "key_hash",
@@ -91,12 +97,29 @@ class Refused(Exception):
         self.refusal = refusal
 
 
-Admit = Callable[[Any], Terms]
-"""Asked inside the claim's transaction, which holds the row; may raise Refused."""
-
-
 def _by_its_options(row: Any) -> Terms:
     return Terms(lease=registry.options_of(row.name).lease)
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """
+    Who may start, and on which terms. ``admit`` is asked inside the claim's transaction, which
+    holds the row, and may raise Refused. It has nothing to say about any row but those of the
+    jobs ``names`` and the ``queues``.
+    """
+
+    admit: Callable[[Any], Terms] = _by_its_options
+    names: tuple[str, ...] = ()
+    queues: tuple[str, ...] = ()
+
+    def passed_by(self) -> dict[str, Any]:
+        """Return what must hold of a job that need not be asked about."""
+        pairs = {"~name__in": self.names, "~queue__in": self.queues}
+        return {lookup: values for lookup, values in pairs.items() if values}
+
+
+OPEN = Gate()
 
 
 def claim(
@@ -106,57 +129,90 @@ def claim(
     owner: str,
     place: Place,
     begins: bool = True,
-    admit: Admit = _by_its_options,
+    gate: Gate = OPEN,
 ) -> Claim | None:
     """
     Take a waiting, due job for a new attempt, or return None if there is nothing to take.
 
     Never from RUNNING: a dead owner's job comes back through reclaim. The arguments are read
     after the UPDATE, which holds the row, so they are those of this generation. ``begins``: user
-    code starts at once, so ``began_at`` is written here and spares a statement. ``admit``: what
+    code starts at once, so ``began_at`` is written here and spares a statement. ``gate``: what
     it raises rolls all of it back: no attempt, no failure.
     """
     probes.reach("claim.before")
+    where, begun = _waiting(pk, generation), _begun(generation, owner, place, begins=begins)
+    if together.serves(alias()):
+        passed_by = gate.passed_by()
+        won = together.claim(alias(), {**where, **passed_by}, TAKEN, OF_A_CLAIM, begun)
+        if won is None and passed_by:
+            won = _claim_step_by_step(where, begun, gate)
+    else:
+        won = _claim_step_by_step(where, begun, gate)
+    if won is None:
+        return None
+    row, attempt = won
+    probes.reach("claim.committed")
+    return claim_of(attempt, row)
+
+
+def get_ready() -> None:
+    """Compile what a claim needs; asks the database nothing."""
+    where, begun = _waiting(0, 0), _begun(0, "", Place(), begins=True)
+    if together.serves(alias()):
+        together.claiming(alias(), where, TAKEN, OF_A_CLAIM, begun)
+    else:
+        job(**where).statement(TAKEN, OF_A_CLAIM if can_return_updated(alias()) else ())
+        given = {**begun, **_of_the_job(0, 0, 1.0, 0.0)}
+        insertion(JobAttempt, alias(), returning=MADE, values=given)
+
+
+def _waiting(pk: int, generation: int) -> dict[str, Any]:
+    """Return what must hold of a job that is claimed."""
+    return {
+        "pk": pk,
+        "status__in": WAITING,
+        "generation": generation,
+        "run_after__lte": DbNow(),
+        **UNASKED,
+    }
+
+
+def _begun(generation: int, owner: str, place: Place, *, begins: bool) -> dict[str, Any]:
+    """Return the columns of a new attempt that its job does not give."""
+    return {
+        "generation": generation,
+        "owner": owner,
+        "beat_at": DbNow(),
+        "claimed_at": DbNow(),
+        "began_at": DbNow() if begins else None,
+        "lock_wait": place.lock_wait,
+        "host": place.host[:200],
+        "pid": place.pid,
+        "rq_id": place.rq_id[:200],
+    }
+
+
+def _of_the_job(pk: int, number: int, lease: float, delay: float | None) -> dict[str, Any]:
+    """Return the columns of a new attempt that its job gives."""
+    return {"job_id": pk, "number": number, "lease_until": DbNow(lease), "queue_delay": delay}
+
+
+def _claim_step_by_step(
+    where: dict[str, Any], begun: dict[str, Any], gate: Gate
+) -> tuple[Any, Any] | None:
     with transaction.atomic(using=alias()):
-        row = job(
-            pk=pk,
-            status__in=WAITING,
-            generation=generation,
-            run_after__lte=DbNow(),
-            **UNASKED,
-        ).update_and_read(
-            OF_A_CLAIM,
-            status=Status.RUNNING,
-            attempts=NEXT_ATTEMPT,
-            version=NEXT_VERSION,
-            started_at=DbNow(),
-        )
+        row = job(**where).update_and_read(OF_A_CLAIM, **TAKEN)
         if row is None:
             return None
         probes.reach("claim.row_won")
-        terms = admit(row)
-        attempt = insert(
-            JobAttempt,
-            alias(),
-            returning=("id", "began_at"),
-            job_id=pk,
-            number=row.attempts,
-            generation=generation,
-            owner=owner,
-            lease_until=DbNow(terms.lease),
-            beat_at=DbNow(),
-            claimed_at=DbNow(),
-            began_at=DbNow() if begins else None,
-            queue_delay=_seconds_between(max(row.run_after, row.enqueued_at), row.started_at),
-            lock_wait=place.lock_wait,
-            host=place.host[:200],
-            pid=place.pid,
-            rq_id=place.rq_id[:200],
-            group_hash=terms.group_hash,
-        )
+        terms = gate.admit(row)
+        delay = _seconds_between(max(row.run_after, row.enqueued_at), row.started_at)
+        given = {**begun, **_of_the_job(row.pk, row.attempts, terms.lease, delay)}
+        if terms.group_hash:
+            given["group_hash"] = terms.group_hash
+        attempt = insert(JobAttempt, alias(), returning=MADE, **given)
         probes.reach("claim.uncommitted")
-    probes.reach("claim.committed")
-    return claim_of(attempt, row)
+    return row, attempt
 
 
 def claimed_by(owner: str) -> list[Claim]:
@@ -169,7 +225,8 @@ def claimed_by(owner: str) -> list[Claim]:
     return [claim_of(attempt, attempt.job) for attempt in open_ones]
 
 
-def claim_of(attempt: JobAttempt, row: ProcessedJob) -> Claim:
+def claim_of(attempt: Any, row: Any) -> Claim:
+    """Return the claim that an attempt and its job are, from all that has their columns."""
     return Claim(
         job_pk=row.pk,
         fence=attempt.pk,

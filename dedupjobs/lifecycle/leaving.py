@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from django.db.models import F
@@ -24,10 +25,34 @@ from dedupjobs.models import Status
 from dedupjobs.registry import Options
 
 
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A move on from RUNNING, if this attempt is still the job's newest and the guards hold."""
+
+    claim: Claim
+    status: Status
+    sets: dict[str, Any]
+    guards: dict[str, Any]
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """What must hold of the job."""
+        newest = {"pk": self.claim.job_pk, "attempts": self.claim.number}
+        return {**newest, "status": Status.RUNNING, **self.guards}
+
+    @property
+    def to(self) -> dict[str, Any]:
+        """What is written."""
+        return {"status": self.status, "version": NEXT_VERSION, **self.sets}
+
+    def by_itself(self) -> Status | None:
+        """Make the move in a statement of its own; None: it is not ours to make."""
+        return self.status if job(**self.where).update(**self.to) else None
+
+
 def leave(claim: Claim, to: Status, *, sets: dict[str, Any], **guards: Any) -> Status | None:
-    """Move the job on from RUNNING if this attempt is still its newest."""
-    row = job(pk=claim.job_pk, status=Status.RUNNING, attempts=claim.number, **guards)
-    return to if row.update(status=to, version=NEXT_VERSION, **sets) else None
+    """Move the job on from RUNNING, or return None."""
+    return Leaving(claim, to, sets, guards).by_itself()
 
 
 def take_up(claim: Claim) -> Status | None:

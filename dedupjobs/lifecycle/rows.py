@@ -106,6 +106,27 @@ class Claim:
         )
 
 
+NOBODY = Claim(
+    job_pk=0,
+    fence=0,
+    number=0,
+    generation=0,
+    owner="",
+    name="",
+    key="",
+    key_hash="",
+    scope="",
+    queue="",
+    args="",
+    version=0,
+    failures=0,
+    max_attempts=None,
+    began=True,
+    queue_delay=None,
+)
+"""A claim of no row, for statements that are compiled and not executed."""
+
+
 def alias() -> str:
     """Return the database that every read which decides, and every write, goes to."""
     return router.db_for_write(ProcessedJob)

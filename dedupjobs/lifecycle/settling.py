@@ -17,8 +17,9 @@ from django.db.models import F
 from dedupjobs import probes
 from dedupjobs.clock import DbNow
 from dedupjobs.endings import Error
-from dedupjobs.lifecycle.leaving import cancelled, die, leave, obey, take_up
-from dedupjobs.lifecycle.rows import UNASKED, UNSENT, Claim, alias, attempt, attempts
+from dedupjobs.lifecycle import together
+from dedupjobs.lifecycle.leaving import Leaving, cancelled, die, leave, obey, take_up
+from dedupjobs.lifecycle.rows import NOBODY, UNASKED, UNSENT, Claim, alias, attempt, attempts, job
 from dedupjobs.models import (
     AttemptOutcome,
     Status,
@@ -44,23 +45,36 @@ def complete(
     claim: Claim, result: str, *, unique_for: timedelta | None, note: Note = NO_NOTE
 ) -> Status | None:
     """RUNNING → SUCCEEDED, or PENDING if a rerun waits. The success holds the key from now."""
-    until = DbNow(unique_for or 0) if unique_for is not FOREVER else None
+    succeed = _success(claim, result, unique_for)
 
     def move() -> Status | None:
-        return leave(
-            claim,
-            Status.SUCCEEDED,
-            rerun_args=None,
-            sets={
-                "result": result,
-                "error": "",
-                "finished_at": DbNow(),
-                "unique_until": until,
-                **UNASKED,
-            },
-        ) or take_up(claim)
+        return succeed.by_itself() or take_up(claim)
 
-    return _settle(claim, AttemptOutcome.SUCCEEDED, note, move)
+    return _settle(claim, AttemptOutcome.SUCCEEDED, note, move, usually=succeed)
+
+
+def _success(claim: Claim, result: str, unique_for: timedelta | None) -> Leaving:
+    until = DbNow(unique_for or 0) if unique_for is not FOREVER else None
+    sets = {
+        "result": result,
+        "error": "",
+        "finished_at": DbNow(),
+        "unique_until": until,
+        **UNASKED,
+    }
+    return Leaving(claim, Status.SUCCEEDED, sets=sets, guards={"rerun_args": None})
+
+
+def get_ready() -> None:
+    """Compile what a success needs; asks the database nothing."""
+    mine, ended = _open(0), _ended(AttemptOutcome.SUCCEEDED, Note(run_time=0.0))
+    for unique_for in (FOREVER, timedelta(1)):
+        success = _success(NOBODY, "", unique_for)
+        if together.serves(alias()):
+            together.ending(alias(), (mine, ended), (success.where, success.to))
+        else:
+            job(**success.where).statement(success.to)
+            attempt(**mine).statement(ended)
 
 
 def fail(claim: Claim, *, after: float, note: Note, timed_out: bool = False) -> Status | None:
@@ -160,14 +174,31 @@ def _settle(
     outcome: AttemptOutcome,
     note: Note,
     move: Callable[[], Status | None],
+    *,
+    usually: Leaving | None = None,
     **guards: Any,
 ) -> Status | None:
-    """End the attempt, then move the job; both or neither."""
+    """
+    End the attempt, then move the job; both or neither.
+
+    ``usually``: what ``move`` comes to if no request waits.
+    """
     probes.reach("settle.before")
+    mine, ended = {**_open(claim.fence), **guards}, _ended(outcome, note)
+    if usually and together.serves(alias()):
+        both = together.end(alias(), (mine, ended), (usually.where, usually.to))
+        if both is not None:
+            probes.reach("settle.committed")
+            return usually.status if both else None
+    return _settle_step_by_step(mine, ended, move)
+
+
+def _settle_step_by_step(
+    mine: dict[str, Any], ended: dict[str, Any], move: Callable[[], Status | None]
+) -> Status | None:
     try:
         with transaction.atomic(using=alias()):
-            mine = attempt(pk=claim.fence, outcome=None, **guards)
-            if not mine.update(outcome=outcome, ended_at=DbNow(), **_written(note)):
+            if not attempt(**mine).update(**ended):
                 raise _NotMineError
             probes.reach("settle.between")
             status = move()
@@ -180,9 +211,15 @@ def _settle(
     return status
 
 
-def _written(note: Note) -> dict[str, Any]:
+def _open(fence: int) -> dict[str, Any]:
+    return {"pk": fence, "outcome": None}
+
+
+def _ended(outcome: AttemptOutcome, note: Note) -> dict[str, Any]:
     error = note.error
     return {
+        "outcome": outcome,
+        "ended_at": DbNow(),
         "reason": note.reason,
         "run_time": note.run_time,
         "error_class": error.type if error else "",

@@ -121,14 +121,14 @@ class Rows:
 
     def update(self, **to: Any) -> int:
         """Return how many rows were changed."""
-        statement, slots = self._statement(to, ())
+        statement, slots = self.statement(to, ())
         with transaction.mark_for_rollback_on_error(using=self.alias):
             return statement.change(self.alias, slots)
 
     def update_and_read(self, columns: tuple[str, ...], **to: Any) -> Any:
         """Return the row after its change, with these columns, or None if there was none."""
         if can_return_updated(self.alias):
-            statement, slots = self._statement(to, columns)
+            statement, slots = self.statement(to, columns)
             with transaction.mark_for_rollback_on_error(using=self.alias):
                 values = statement.row(self.alias, slots)
             return None if values is None else instance(self.model, self.alias, values)
@@ -137,21 +137,33 @@ class Rows:
         found = self.model._base_manager.using(self.alias)
         return found.only(*columns).get(pk=self.where["pk"])
 
-    def _statement(self, to: Values, columns: tuple[str, ...]) -> tuple[Statement, Slots]:
+    def statement(self, to: Values, columns: tuple[str, ...] = ()) -> tuple[Statement, Slots]:
+        """Return the UPDATE and what stands in its slots, compiled if this shape is new."""
         slots: Slots = {}
-        where = tuple(_shape_of(WHERE, self.where, slots))
-        changes = tuple(_shape_of(TO, to, slots))
+        where = tuple(shape_of(WHERE, self.where, slots))
+        changes = tuple(shape_of(TO, to, slots))
         shape = (self.model, "update", where, changes, columns)
 
         def build(connection: Any) -> Statement:
-            found = self.model._base_manager.using(self.alias)
-            plain = found.filter(**_with_slots(self.model, WHERE, where)).query
-            query: Any = plain.chain(UpdateQuery)
-            query.add_update_values(_with_slots(self.model, TO, changes))
-            sql, params = query.get_compiler(connection=connection).as_sql()
-            return _returning(connection, self.model, sql, params, columns)
+            found, to = (with_slots(self.model, *part) for part in ((WHERE, where), (TO, changes)))
+            return updating(connection, self.model, found, to, columns)
 
         return compiled(shape, self.alias, build), slots
+
+
+def updating(
+    connection: Any, model: type[models.Model], where: Values, to: Values, columns: tuple[str, ...]
+) -> Statement:
+    """Compile an UPDATE; ``where`` and ``to`` may have slots, ``~`` before a lookup denies it."""
+    found = model._base_manager.using(connection.alias)
+    for lookup, value in where.items():
+        if lookup.startswith("~"):
+            found = found.exclude(**{lookup[1:]: value})
+    query: Any = found.filter(**{k: v for k, v in where.items() if k[0] != "~"}).query
+    query = query.chain(UpdateQuery)
+    query.add_update_values(to)
+    sql, params = query.get_compiler(connection=connection).as_sql()
+    return _returning(connection, model, sql, params, columns)
 
 
 # ---- making a row
@@ -171,24 +183,51 @@ def insert(
 
     Of what the database computes, only the columns in ``returning`` are known of it.
     """
-    slots: Slots = {}
-    columns = tuple(_shape_of(TO, values, slots))
-    shape = (model, "insert", columns, returning, ignore_conflicts)
-
-    def build(connection: Any) -> Statement:
-        fields = [f for f in model._meta.local_concrete_fields if not f.primary_key]
-        query = InsertQuery(model, on_conflict=OnConflict.IGNORE if ignore_conflicts else None)
-        query.insert_values(fields, [model(**_with_slots(model, TO, columns))])
-        ((sql, params),) = query.get_compiler(connection=connection).as_sql()
-        return _returning(connection, model, sql, params, returning)
-
-    statement = compiled(shape, alias, build)
+    statement, slots = insertion(
+        model, alias, returning=returning, ignore_conflicts=ignore_conflicts, values=values
+    )
     with transaction.mark_for_rollback_on_error(using=alias):
         computed = statement.row(alias, slots)
     if computed is None:
         return None
     given = {name: value for name, value in values.items() if not isinstance(value, DbNow)}
     return instance(model, alias, {**_defaults(model), **given, **computed})
+
+
+def insertion(
+    model: type[models.Model],
+    alias: str,
+    *,
+    returning: tuple[str, ...],
+    values: Values,
+    ignore_conflicts: bool = False,
+) -> tuple[Statement, Slots]:
+    """Return the INSERT and what stands in its slots, compiled if this shape is new."""
+    slots: Slots = {}
+    columns = tuple(shape_of(TO, values, slots))
+    shape = (model, "insert", columns, returning, ignore_conflicts)
+
+    def build(connection: Any) -> Statement:
+        given = with_slots(model, TO, columns)
+        return inserting(connection, model, given, returning, ignore_conflicts=ignore_conflicts)
+
+    return compiled(shape, alias, build), slots
+
+
+def inserting(
+    connection: Any,
+    model: type[models.Model],
+    values: Values,
+    returning: tuple[str, ...],
+    *,
+    ignore_conflicts: bool = False,
+) -> Statement:
+    """Compile an INSERT of one row; ``values`` may have slots."""
+    fields = [f for f in model._meta.local_concrete_fields if not f.primary_key]
+    query = InsertQuery(model, on_conflict=OnConflict.IGNORE if ignore_conflicts else None)
+    query.insert_values(fields, [model(**values)])
+    ((sql, params),) = query.get_compiler(connection=connection).as_sql()
+    return _returning(connection, model, sql, params, returning)
 
 
 @lru_cache
@@ -245,7 +284,7 @@ def instance(model: type[models.Model], alias: str, values: Values) -> Any:
 # ---- shapes
 
 
-def _shape_of(part: str, values: Values, slots: Slots) -> Iterator[tuple[str, Any]]:
+def shape_of(part: str, values: Values, slots: Slots) -> Iterator[tuple[str, Any]]:
     """Yield what a part of a statement is made of, and put what differs into ``slots``."""
     for name, value in values.items():
         if isinstance(value, DbNow):
@@ -254,14 +293,14 @@ def _shape_of(part: str, values: Values, slots: Slots) -> Iterator[tuple[str, An
                 yield name, MomentSlot
             else:
                 yield name, NOW
-        elif isinstance(value, FIXED) or (value is None and part == WHERE):
+        elif isinstance(value, FIXED) or (value is None and part.endswith(WHERE)):
             yield name, value
         else:
             slots[part + name] = value
             yield name, Slot
 
 
-def _with_slots(model: type[models.Model], part: str, shape: Any) -> dict[str, Any]:
+def with_slots(model: type[models.Model], part: str, shape: Any) -> dict[str, Any]:
     made = {}
     for name, kind in shape:
         if kind is Slot or kind is MomentSlot:
@@ -288,8 +327,8 @@ def _returning(
     compiler.setup_query()
     texts, names, expressions = [], [], []
     for expression, (text, _), _alias in compiler.select:
-        texts.append(text)
         names.append(expression.target.attname)
+        texts.append(f"{text} AS {connection.ops.quote_name(names[-1])}")
         expressions.append(expression)
     sql = f"{sql} RETURNING {', '.join(texts)}"
     return Statement(sql, params, tuple(names), _converters(compiler, expressions))

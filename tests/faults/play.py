@@ -180,7 +180,7 @@ def _probes(stage: Stage, actions: list[str]) -> list[tuple[str, str, str]]:
     """Return (role, point, action): each action at each point, and some of the rest."""
     from tests.faults import arming, points
 
-    pairs = points.by_role(stage.worker)
+    pairs = points.by_role(stage.worker, stage.house.database)
     found = [(role, point, action) for role, point in pairs for action in actions]
     horses = [pair for pair in pairs if pair[0] == "horse"]
     some = stage.rng.sample(horses, min(len(horses), 8))

@@ -150,5 +150,5 @@ def test_recovery_counts_from_the_strike_to_the_next_claim_of_its_job() -> None:
 
 
 def test_every_probe_of_the_package_can_be_struck_in_some_role() -> None:
-    reachable = {point for _, point in points.by_role("dedupjobs.worker.DedupWorker")}
+    reachable = {point for _, point in points.by_role("dedupjobs.worker.DedupWorker", "sqlite")}
     assert reachable == points.all_points()
