@@ -8,6 +8,7 @@ once, with its cure. ``controls`` is what all processes make of those in force.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -132,6 +133,28 @@ def check(wish: Wish, *, by: str, reason: str) -> None:
         raise ControlError(words % {"given": f"{wish.lasts:g}"})
     _AIMED[wish.aim](wish.target)
     _VALUED.get(wish.kind, _no_value)(wish.value)
+
+
+def value_of(kind: str, text: str) -> float | None:
+    """Return the value that a person has typed: "90", "5m"; for a time-out also "none"."""
+    if kind == ControlKind.TIMEOUT and not text:
+        raise ControlError(_("Give a time such as 90s or 5m, or none: no time-out at all."))
+    if not text or (kind == ControlKind.TIMEOUT and text == "none"):
+        return None
+    return seconds_of(text)
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds that "90", "90s", "5m", "2h" or "7d" means; raises ControlError."""
+    found = _SPAN.fullmatch(text.strip())
+    if found is None:
+        words = _("%(given)s: give a number, or a time such as 90s, 5m, 2h.")
+        raise ControlError(words % {"given": repr(line(text, 50))})
+    return float(found[1]) * UNITS[found[2] or "s"]
+
+
+UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 7 * 86_400}
+_SPAN = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)([smhdw]?)")
 
 
 def progress(control: Any) -> str:

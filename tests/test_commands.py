@@ -47,7 +47,7 @@ WRONG = {
     "dedupjobs_control pause --queue default --for 0 --by a --reason b": "1 second to 366 days",
     "dedupjobs_control lease --job testapp.record --by a --reason b": "a lease must end",
     "dedupjobs_control lease 0.01 --job testapp.record --by a --reason b": "0.1 s to 366 days",
-    "dedupjobs_control timeout --job testapp.record --by a --reason b": "give a time such as 90s",
+    "dedupjobs_control timeout --job testapp.record --by a --reason b": "Give a time such as 90s",
     "dedupjobs_control concurrency 0 --job testapp.record --by a --reason b": "pause it",
     "dedupjobs_control concurrency 1.5 --job testapp.record --by a --reason b": "a whole number",
     "dedupjobs_control max-attempts --job testapp.record --by a --reason b": "a whole number",

@@ -12,14 +12,16 @@ from typing import Any
 
 from django.utils.translation import gettext as _
 
-from dedupjobs import fleet, summaries
+from dedupjobs import controls, fleet, summaries
 from dedupjobs.admin import period, plans, tiles, troubles
 from dedupjobs.admin.charts import Chart, draw
 from dedupjobs.admin.tiles import Tile
 from dedupjobs.admin.troubles import Banner
+from dedupjobs.controls import Rule
 from dedupjobs.fleet import Fleet
 
 MOST_JOBS = 10
+MOST_CONTROLS = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,7 @@ class Board:
     fleet: Fleet
     begun: bool
     unmeasured: tuple[str, ...]
+    controls: tuple[Rule, ...]
 
 
 def read(name: str) -> Board:
@@ -63,6 +66,7 @@ def read(name: str) -> Board:
         jobs=tuple(summaries.by_name(size, shown.moments[0], most=MOST_JOBS)),
         fleet=seen,
         begun=newest is not None or any(now.by_status.values()),
+        controls=controls.current(at_most=0.0).rules[:MOST_CONTROLS],
         unmeasured=(_("hits of the status cache"), _("time spent waiting for locks"), _("alerts")),
     )
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 from argparse import ArgumentParser
 from typing import Any
 
@@ -25,7 +24,6 @@ examples:
 """
 KINDS = {kind.value.replace("_", "-"): kind.value for kind in ControlKind}
 AIMS = ("job", "queue", "key", "prefix", "scope", "group")
-_SPAN = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)([smhdw]?)")
 
 
 class Command(BaseCommand):
@@ -101,7 +99,7 @@ class Command(BaseCommand):
             target=target,
             value=_value(kind, options["values"]),
             holds=options["hold"],
-            lasts=None if options["lasts"] is None else _seconds(options["lasts"]),
+            lasts=None if options["lasts"] is None else levers.seconds_of(options["lasts"]),
         )
         facts = {"by": options["by"], "reason": options["reason"]}
         made = levers.add(wish, replaces=options["replace"], **facts)
@@ -121,18 +119,7 @@ def _aim(options: dict[str, Any]) -> tuple[str, str]:
 def _value(kind: str, words: list[str]) -> float | None:
     if len(words) > 1:
         raise asked.refused(f"{line(' '.join(words), 60)}: give one value at the most.")
-    if not words or (kind == ControlKind.TIMEOUT and words[0] == "none"):
-        if kind == ControlKind.TIMEOUT and not words:
-            raise asked.refused("timeout: give a time such as 90s or 5m, or none.")
-        return None
-    return _seconds(words[0])
-
-
-def _seconds(text: str) -> float:
-    found = _SPAN.fullmatch(text)
-    if found is None:
-        raise asked.refused(f"{line(text, 50)!r}: give a number, or a time such as 90s, 5m, 2h.")
-    return float(found[1]) * asked.UNITS[found[2] or "s"]
+    return levers.value_of(kind, words[0] if words else "")
 
 
 def _line(row: Control) -> str:
