@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from django.db import IntegrityError, transaction
+from django.db import IntegrityError, connections, transaction
 from django.utils.translation import gettext as _
 
 from dedupjobs import (
@@ -133,6 +133,7 @@ def check(wish: Wish, *, by: str, reason: str) -> None:
         raise ControlError(words % {"given": f"{wish.lasts:g}"})
     _AIMED[wish.aim](wish.target)
     _VALUED.get(wish.kind, _no_value)(wish.value)
+    _fits_the_database(wish)
 
 
 def value_of(kind: str, text: str) -> float | None:
@@ -293,6 +294,25 @@ _AIMED: dict[str, Callable[[str], None]] = {
     Aim.GROUP: _a_group,
     Aim.ALL: _nothing,
 }
+
+
+def _fits_the_database(wish: Wish) -> None:
+    """Refuse what a check refuses of a decorator: an atomic run that keeps its own beats out."""
+    job = registry.find(wish.target) if wish.kind in TIMES else None
+    if job is None or not job.options.atomic or connections[lifecycle.alias()].vendor != "sqlite":
+        return
+    now = controls.current(at_most=0.0).options_of(job.name)
+    times = {"lease": now.lease, "timeout": now.timeout, wish.kind: wish.value}
+    lease, timeout = times["lease"] or 0.0, times["timeout"]
+    if timeout is None or timeout >= lease / 3:
+        words = _(
+            "%(job)s is atomic, and SQLite has one writer: its time-out must be shorter than a "
+            "third of its lease, or it would keep its own heartbeat out."
+        )
+        raise ControlError(words % {"job": job.name})
+
+
+TIMES = (ControlKind.LEASE, ControlKind.TIMEOUT)
 
 
 def _no_value(value: float | None) -> None:

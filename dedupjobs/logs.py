@@ -261,7 +261,7 @@ def _control_changed(control: Control, what: str, by: str, **_: Any) -> None:
     words = line(controls.spoken(control), 300)
     facts = {"control": control.pk, "what": words, "by": line(by), **fields.of_process()}
     sentence = "control %s (%s) %s by %s"
-    _say(logging.WARNING, facts, sentence, control.pk, words, what, line(by))
+    _say(logging.INFO, facts, sentence, control.pk, words, what, line(by))
 
 
 def _turned_away(sender: str, control: int, **_: Any) -> None:

@@ -680,6 +680,17 @@ def test_change_is_told_to_receivers_after_the_commit() -> None:
     assert told == [("added", control.pk, "anna"), ("ended", control.pk, "anna")]
 
 
+def test_story_of_a_row_names_what_is_in_force_and_why_it_waits() -> None:
+    control = put(PAUSE, queue="default")
+    outcome = jobs.record.enqueue(tag="a")
+    live.work_off()
+    said = StringIO()
+    call_command("dedupjobs_explain", str(outcome.job.pk), stdout=said)
+    assert f"In force: control {control.pk} (pause --queue default), set by anna" in said.getvalue()
+    assert "RQ: no message: the row is set aside until it may run" in said.getvalue()
+    assert f"set aside: paused by control {control.pk}" in said.getvalue()
+
+
 # ---- what makes no sense
 
 
@@ -699,6 +710,16 @@ def test_filter_that_turns_away_contradicts_one_that_holds() -> None:
     put(FILTER, prefix="record:")
     with pytest.raises(ControlError, match="in force there already"):
         put(FILTER, prefix="record:", holds=True)
+
+
+@pytest.mark.skipif(connection.vendor != "sqlite", reason="others have more than one writer")
+@pytest.mark.parametrize(("kind", "value"), [("lease", 40), ("timeout", 25), ("timeout", None)])
+def test_time_that_would_keep_an_atomic_jobs_beats_out_is_refused(
+    kind: str, value: float | None
+) -> None:
+    with pytest.raises(ControlError, match="shorter than a third of its lease"):
+        put(kind, value, job="testapp.record_atomically")
+    put(kind, 90 if kind == "lease" else 10, job="testapp.record_atomically")
 
 
 def test_drain_contradicts_a_pause() -> None:

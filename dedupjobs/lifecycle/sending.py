@@ -21,7 +21,8 @@ from dedupjobs.lifecycle.rows import UNSENT, alias, jobs, skip_locked
 from dedupjobs.models import WAITING, ProcessedJob
 
 CHUNK = 500  # ids of one statement
-ASIDE = "aside:"
+# Letters and digits only, so that all marks lie between these two in every collation.
+ASIDE, NO_MORE = "aside", "asidf"
 BEYOND = datetime(9000, 1, 1, tzinfo=UTC)  # when a row that was set aside was handed over
 
 
@@ -68,7 +69,7 @@ def mark_unsent(dispatch_ids: Sequence[str]) -> int:
 
 
 def aside_mark(why: str) -> str:
-    """Return what stands on rows that wait for this; at most 58 characters fit."""
+    """Return what stands on rows that wait for this: up to 59 letters and digits."""
     return ASIDE + why
 
 
@@ -101,7 +102,7 @@ def marks(*, most: int) -> list[str]:
     found: list[str] = []
     last = ASIDE
     while len(found) < most:
-        after = jobs().filter(dispatch_id__gt=last, dispatch_id__lt=ASIDE[:-1] + ";")
+        after = jobs().filter(dispatch_id__gt=last, dispatch_id__lt=NO_MORE)
         mark = after.order_by("dispatch_id").values_list("dispatch_id", flat=True).first()
         if mark is None:
             break
