@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 PYTEST := $(BIN)/python -m pytest -n 2
 APART := $(patsubst %,--ignore=tests/%,simulation mutants faults browser)
 
-.PHONY: help demo test browser simulate mutants verify mariadb matrix faults campaign growth exhaustive check lint types layers migrations format bench bench-observe bench-faults wheel clean
+.PHONY: help demo test browser simulate mutants verify mariadb matrix faults campaign growth exhaustive check lint types layers migrations format bench bench-observe bench-faults docs reference package clean
 
 help: ## List these commands
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -71,6 +71,7 @@ check: lint types layers migrations ## Run lint, types, layers and migrations, w
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	.ci/audit $(BIN)
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
@@ -96,14 +97,23 @@ bench-observe: $(VENV)/.test ## What a scrape of a million rows costs, and metri
 bench-faults: $(VENV)/.test ## The same contestants under one script of faults
 	$(BIN)/python -m benchmarks.faults $(ARGS)
 
-wheel: $(VENV)/.dev ## Build dist/*.whl
+docs: $(VENV)/.docs ## Build the pages into build/docs; a warning is an error
+	$(BIN)/python -m sphinx --nitpicky --fail-on-warning --keep-going --quiet docs build/docs
+	@echo "See build/docs/index.html"
+
+reference: $(VENV)/.dev ## Write docs/reference.md from the code
+	$(BIN)/python docs/generate.py
+
+package: $(VENV)/.package ## Build dist/*.whl and its sources, and look into both
 	rm -rf dist
-	$(BIN)/python -m build --wheel
+	$(BIN)/python -m build
+	$(BIN)/check-wheel-contents dist/*.whl
+	$(BIN)/twine check --strict dist/*
 
 clean: ## Remove what these commands made
 	rm -rf $(VENV) build dist .*_cache .coverage* .hypothesis
 
-$(VENV)/.dev $(VENV)/.test $(VENV)/.demo: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+$(patsubst %,$(VENV)/.%,demo dev docs package test): $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[$*]'
 	@touch $@
 

@@ -51,6 +51,7 @@ OTHER_STEPS = "all others together"
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__)
     parser.add_argument("--jobs", type=int, default=1_500, help="jobs or calls of each (1500)")
+    parser.add_argument("--subject", choices=SUBJECTS, action="append")
     parser.add_argument("--database", choices=servers.DATABASES, action="append")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put it between its marks")
     options = parser.parse_args()
@@ -61,7 +62,7 @@ def main() -> int:
     ):
         for name in options.database or servers.installed_databases():
             with servers.database(name, Path(home)) as tables:
-                parts += _profiles(name, redis_url, tables, options.jobs)
+                parts += _profiles(name, redis_url, tables, options)
     text = "\n\n".join(parts)
     print(text)
     if options.write:
@@ -69,7 +70,9 @@ def main() -> int:
     return 0
 
 
-def _profiles(name: str, redis_url: str, tables: dict[str, Any], jobs: int) -> Iterator[str]:
+def _profiles(
+    name: str, redis_url: str, tables: dict[str, Any], options: argparse.Namespace
+) -> Iterator[str]:
     environment = {
         **os.environ,
         "DJANGO_SETTINGS_MODULE": "benchmarks.settings",
@@ -79,12 +82,12 @@ def _profiles(name: str, redis_url: str, tables: dict[str, Any], jobs: int) -> I
     }
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     rounds.python(environment, "-m", "django", "migrate", "--run-syncdb", "--verbosity", "0")
-    for subject in SUBJECTS:
+    for subject in options.subject or SUBJECTS:
         print(f"{name}: {subject}", file=sys.stderr, flush=True)
         environment["BENCH_WORKER"] = (
             "rq.Worker" if subject.endswith(" Worker") else ("rq.SimpleWorker")
         )
-        count = jobs // 20 if subject.endswith(" Worker") else jobs
+        count = options.jobs // (20 if subject.endswith(" Worker") else 1)
         found = rounds.measure(environment, "profile", subject, str(count))
         yield _table(f"{name}: {subject}", found)
 

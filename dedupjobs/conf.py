@@ -17,6 +17,10 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
+from dedupjobs import thresholds
+from dedupjobs.pressure import PAIRS, Limits
+from dedupjobs.thresholds import Thresholds
+
 WHEN_TO_LISTEN = ("lazy", "always", "never")
 SHORTEST, LONGEST = 0.001, 30 * 86_400.0  # seconds that a setting may say
 
@@ -41,6 +45,7 @@ class Settings:
     SHUTDOWN_GRACE: float = 25.0  # from SIGTERM to the interruption of the running job
     HORSE_JOBS: int = 1_000  # deliveries that a DedupWorker's horse runs; 1: one each, as RQ does
     HORSE_MEMORY: int | None = 256 * 1024**2  # bytes that it may grow by; 0 or None: no limit
+    HEARTBEAT_FILE: str | None = None  # that workers touch while they are well, for a probe
     BATCH: int = 100  # rows a sweep reads and messages a pipeline carries
     FOREIGN_PICKLE: bool = False  # may a DedupWorker run others' RQ jobs, pickled ones too
     PRUNE_EVERY: float = 3600.0  # between two looks for rows out of retention
@@ -48,9 +53,9 @@ class Settings:
     SUMMARISE_EVERY: float = 20.0  # between two looks at what ended, for the dashboard's charts
     PUSH_TIMEOUT: float = 0.25  # that a web request may lose to Redis each second
     LOCK_TIMEOUT: float = 0.5  # for one lock command
-    MAX_PAYLOAD: int = 64 * 1024
-    MAX_RESULT: int = 64 * 1024
-    MAX_TRACEBACK: int = 16 * 1024
+    MAX_PAYLOAD: int = 64 * 1024  # bytes of a call's arguments; larger ones are refused
+    MAX_RESULT: int = 64 * 1024  # bytes of a result; a larger one is noted, not kept
+    MAX_TRACEBACK: int = 16 * 1024  # characters of a traceback that are kept
     REDACT: tuple[str, ...] = (  # parts of argument names whose values nobody sees
         "password",
         "passwd",
@@ -64,11 +69,23 @@ class Settings:
     METRICS_TOKEN: str | None = None  # with which a scraper may read /metrics without a user
     LOG_KEYS: bool = False  # do log lines name keys, and not only their hashes?
     DEFAULTS: Mapping[str, Any] = field(default_factory=dict)  # option defaults for all jobs
+    ALERTS: Mapping[str, Any] = field(default_factory=dict)  # thresholds.Thresholds
+    PRESSURE: Mapping[str, Any] = field(default_factory=dict)  # pressure.Limits
 
 
 def get() -> Settings:
     """Return the project's settings, or raise ImproperlyConfigured naming the first mistake."""
     return _read()
+
+
+def alerts() -> Thresholds:
+    """Return when something is an alert, and who is told."""
+    return _read_thresholds()
+
+
+def limits() -> Limits:
+    """Return the thresholds of the adaptive backoff."""
+    return _read_limits()
 
 
 def option_defaults() -> dict[str, Any]:
@@ -90,8 +107,13 @@ def problems() -> Iterator[str]:
             near = difflib.get_close_matches(str(name), known, 1, 0.5)
             hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}."
             yield f"DEDUPJOBS[{name!r}] is not a setting. {hint}"
+        elif name in _NESTED:
+            yield from thresholds.problems(_NESTED[name], value, f"DEDUPJOBS[{name!r}]")
         elif wrong := _wrong(name, value, str(known[name].type)):
             yield f"DEDUPJOBS[{name!r}] = {value!r}: {wrong}"
+
+
+_NESTED: dict[str, Any] = {"ALERTS": Thresholds, "PRESSURE": Limits}
 
 
 LONGER = {  # the first must be the longer one
@@ -109,6 +131,25 @@ def contradictions() -> Iterator[tuple[str, str]]:
         if one <= other:
             text = f"DEDUPJOBS[{longer!r}] = {one:g} s is not longer than {shorter} = {other:g} s"
             yield f"{text}: {why}.", f"Lengthen {longer} or shorten {shorter}."
+    yield from _alert_contradictions()
+
+
+def _alert_contradictions() -> Iterator[tuple[str, str]]:
+    told, cure = alerts(), "Raise the one or lower the other."
+    if told.NO_COORDINATOR <= told.EVERY:
+        text = f"ALERTS['NO_COORDINATOR'] = {told.NO_COORDINATOR:g} s is not longer than EVERY"
+        yield f"{text} = {told.EVERY:g} s: a coordinator would be missing between two looks.", cure
+    if told.REDIS_SLOW >= get().LOCK_TIMEOUT:
+        text = f"ALERTS['REDIS_SLOW'] = {told.REDIS_SLOW:g} s is not shorter than LOCK_TIMEOUT"
+        yield f"{text} = {get().LOCK_TIMEOUT:g} s: a slow Redis would count as down first.", cure
+    if told.REPLICA is not None and told.REPLICA not in settings.DATABASES:
+        text = f"ALERTS['REPLICA'] = {told.REPLICA!r} is no alias of DATABASES"
+        yield f"{text}: the lag of no replica is measured.", "Correct it, or set None."
+    for low, high in PAIRS:
+        first, second = getattr(limits(), low), getattr(limits(), high)
+        if first >= second:
+            text = f"PRESSURE[{low!r}] = {first:g} is not smaller than {high} = {second:g}"
+            yield f"{text}: the score would jump from 0 to 1.", f"Lower {low} or raise {high}."
 
 
 _TUPLES = {
@@ -175,9 +216,22 @@ def _read() -> Settings:
     return Settings(**given)
 
 
+@lru_cache(maxsize=1)
+def _read_thresholds() -> Thresholds:
+    found: Thresholds = thresholds.made(Thresholds, get().ALERTS)
+    return found
+
+
+@lru_cache(maxsize=1)
+def _read_limits() -> Limits:
+    found: Limits = thresholds.made(Limits, get().PRESSURE)
+    return found
+
+
 def _forget(*, setting: str, **_: Any) -> None:
     if setting == "DEDUPJOBS":
-        _read.cache_clear()
+        for read in (_read, _read_thresholds, _read_limits):
+            read.cache_clear()
 
 
 setting_changed.connect(_forget)

@@ -28,12 +28,14 @@ from dedupjobs import (
     counters,
     dispatch,
     lifecycle,
+    load,
     locks,
     registry,
     signals,
     stats,
     summaries,
 )
+from dedupjobs.alerts import watch
 from dedupjobs.clock import DbNow
 from dedupjobs.controls import InForce
 from dedupjobs.dispatch import Delivery
@@ -93,6 +95,7 @@ class Coordinator:
     """Keeps between ticks only what it has seen itself: who beat when, by its own clock."""
 
     owner: str = field(default_factory=clock.token)
+    leads: bool = False  # at its last tick
     _beats: dict[int, tuple[datetime, float]] = field(default_factory=dict)
     _taken: dict[str, float] = field(default_factory=dict)
     _wiped: dict[str, datetime] = field(default_factory=dict)
@@ -156,14 +159,15 @@ class Coordinator:
     def run(self, rest: Callable[[float], bool]) -> None:
         """Tick until ``rest(seconds)`` returns True; whatever fails is tried again, more slowly."""
         pause = conf.get().TICK
-        while not rest(pause):
-            try:
-                self.tick()
-                pause = conf.get().TICK
-            except Exception as error:
-                signals.tell(signals.coordinator_failed, "", error=error)
-                connections.close_all()
-                pause = min(pause * 2, WORST_PAUSE)
+        with watch.standing(lambda: self.leads):
+            while not rest(pause):
+                try:
+                    self.leads = self.tick().leads
+                    pause = load.tick(conf.get().TICK)
+                except Exception as error:
+                    signals.tell(signals.coordinator_failed, "", error=error)
+                    connections.close_all()
+                    pause = min(pause * 2, WORST_PAUSE)
         locks.resign(self.owner)
 
     # ---- due rows that have no message

@@ -11,18 +11,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from typing import Any
 from uuid import UUID
 
 from django.db import connections
-from django.db.models import Exists, OuterRef, Q, QuerySet
+from django.db.models import Case, Count, Exists, F, Min, OuterRef, Q, QuerySet, When
 from django.db.models.functions import Coalesce
 
 from dedupjobs import conf, lifecycle, registry
 from dedupjobs.clock import DbNow
-from dedupjobs.models import AttemptOutcome, Cause, DuplicateSample, ProcessedJob, Status
+from dedupjobs.models import (
+    WAITING,
+    AttemptOutcome,
+    Cause,
+    DuplicateSample,
+    ProcessedJob,
+    Status,
+)
 
 Rows = QuerySet[ProcessedJob]
 
@@ -107,9 +115,9 @@ def _condition(rows: Rows, value: str) -> Rows:
     return rows.none() if find is None else find(rows)
 
 
-def stuck() -> Any:
-    """Return the open attempts whose lease has expired."""
-    return lifecycle.attempts().filter(outcome=None, lease_until__lt=DbNow())
+def stuck(*, longer: float = 0) -> Any:
+    """Return the open attempts whose lease has expired, more than ``longer`` seconds ago."""
+    return lifecycle.attempts().filter(outcome=None, lease_until__lt=DbNow(-longer))
 
 
 def silent() -> Any:
@@ -120,6 +128,24 @@ def silent() -> Any:
             quiet |= Q(job__name=job.name, last__lt=DbNow(-job.options.stall_after))
     open_ones = lifecycle.attempts().filter(outcome=None, lease_until__gte=DbNow())
     return open_ones.annotate(last=Coalesce("active_at", "began_at", "claimed_at")).filter(quiet)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backlog:
+    """Rows of a queue that wait, and those of them that are due; ``oldest``: due since then."""
+
+    waiting: int
+    due: int
+    oldest: datetime | None
+
+
+def backlog(queue: str, *, most: int) -> Backlog:
+    """Return what waits in a queue, counted to ``most``."""
+    waiting = lifecycle.jobs().filter(queue=queue, status__in=WAITING)
+    due = Case(When(run_after__lte=DbNow(steady=True), then=F("run_after")))
+    rows = waiting.annotate(due=due)[:most]
+    seen = rows.aggregate(all=Count("pk"), ready=Count("due"), oldest=Min("due"))
+    return Backlog(waiting=seen["all"], due=seen["ready"], oldest=seen["oldest"])
 
 
 def _of(attempts: Callable[[], Any]) -> Callable[[Rows], Rows]:

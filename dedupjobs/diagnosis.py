@@ -22,9 +22,10 @@ from django.db import DatabaseError, InterfaceError, connections
 from django.db.migrations.executor import MigrationExecutor
 
 from dedupjobs import clock, conf, coordinator, counters, dispatch, lifecycle, registry
+from dedupjobs.alerts import book
 from dedupjobs.clock import DbNow
 from dedupjobs.exceptions import UnknownQueue
-from dedupjobs.models import WAITING
+from dedupjobs.models import WAITING, Severity
 from dedupjobs.wire import UNREACHABLE
 
 OK, WARNING, FAILURE = "ok", "warning", "error"
@@ -339,6 +340,23 @@ def _coordinator() -> Findings:
     )
 
 
+def _alerts() -> Findings:
+    for alert in book.standing():
+        level = FAILURE if alert.severity == Severity.CRITICAL else WARNING
+        words = f"{alert.kind}: {alert.words}"
+        yield Finding(about="alerts", level=level, words=words, cure=alert.cure)
+    waiting = {channel: book.notices(channel).count() for channel in book.channels()}
+    for channel, number in waiting.items():
+        words = f"{channel} is told; {number} notice(s) wait"
+        yield Finding(about="alerts", level=OK, words=words)
+    if not waiting:
+        yield Finding(
+            about="alerts",
+            level=OK,
+            words="nobody is told but the log and the admin: neither ADMINS nor a webhook is set",
+        )
+
+
 def _workers() -> Findings:
     for queue in dispatch.queue_names():
         workers = dispatch.workers(queue)
@@ -369,4 +387,5 @@ _LOOKS: tuple[tuple[str, Callable[[], Findings]], ...] = (
     ("clocks", _clocks),
     ("coordinator", _coordinator),
     ("workers", _workers),
+    ("alerts", _alerts),
 )

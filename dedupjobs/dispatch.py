@@ -23,6 +23,7 @@ from django.db import transaction
 from django.utils.module_loading import import_string
 from django_rq.connection_utils import get_redis_connection
 from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from rq import Queue
 from rq.serializers import DefaultSerializer, JSONSerializer
@@ -156,10 +157,13 @@ def queue_names() -> list[str]:
 
 def why_unusable(queue: str) -> str:
     """Return why a queue's settings give no connection, or an empty string; connects to nobody."""
+    given = settings.RQ_QUEUES[queue]
     try:
-        get_redis_connection(settings.RQ_QUEUES[queue])
+        get_redis_connection(given)
     except Exception as error:  # whatever django-rq and redis-py make of them
-        return f"{type(error).__name__}: {error}"
+        kind = type(error).__name__
+        # An error about a URL may quote a part of the password in it.
+        return kind if "@" in str(given) else f"{kind}: {error}"
     return ""
 
 
@@ -323,7 +327,10 @@ def _answers(queue: str, answers: dict[str, bool]) -> bool:
 
 def server_of(queue: str) -> str:
     """Return a text that is equal for two queues on the same Redis server and database."""
-    kwargs = _producer(queue).client.connection_pool.connection_kwargs
+    try:
+        kwargs = _producer(queue).client.connection_pool.connection_kwargs
+    except RedisError:  # its settings name none
+        return f"none of {queue}"
     return ":".join(str(kwargs.get(k, "")) for k in ("host", "port", "path", "db"))
 
 
@@ -447,6 +454,8 @@ class _Producer:
 @lru_cache(maxsize=64)
 def _producer(queue: str) -> _Producer:
     check_queue(queue)
+    if wrong := why_unusable(queue):
+        raise RedisConnectionError(f"RQ_QUEUES[{queue!r}] gives no connection: {wrong}")
     config = settings.RQ_QUEUES[queue]
     own = wire.Client.to(get_redis_connection(config), timeout=conf.get().PUSH_TIMEOUT)
     # Not the queue's own SERIALIZER: a stock `rqworker` reads RQ's default, whatever stands there.

@@ -84,9 +84,10 @@ def look() -> Fleet:
 
 
 def _ask(queues: tuple[str, ...]) -> tuple[Server, dict[str, Worker]]:
-    client = dispatch.client_of(queues[0])
-    address = _address(client)
+    address = queues[0]
     try:
+        client = dispatch.client_of(queues[0])
+        address = _address(client)
         with client.deadline(conf.get().LOCK_TIMEOUT):
             pipe = client.redis.pipeline(transaction=False)
             pipe.info("memory")

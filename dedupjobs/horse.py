@@ -27,7 +27,7 @@ from typing import Any, cast
 from django.core.cache import caches
 from django.db import connections
 
-from dedupjobs import clock, conf, controls, counters, interrupts, runner, spans
+from dedupjobs import clock, conf, controls, counters, interrupts, load, runner, spans
 from dedupjobs.heartbeat import Heart, Pacemaker
 from dedupjobs.lifecycle import Claim
 from dedupjobs.models import Aim, ControlKind
@@ -326,6 +326,7 @@ def _serve(orders: int, answers: int, host: HorseHost, perform: Perform) -> None
         raised = copy_context().run(perform, order)
         os.environ.pop("RQ_JOB_ID", None)
         leaves = slate.wipe() or _worn(served, memory)
+        clock.sleep(load.rest())
         _write(answers, _message({"raised": raised, "leaves": leaves}))
         if leaves:
             break

@@ -153,9 +153,9 @@ def _number(value: int | float, name: str) -> int | float:
 
 def _text(value: str, name: str) -> str:
     if "\x00" in value:
-        raise ArgumentError(f"{name}={value[:40]!r}: a NUL character can not be stored; remove it")
+        raise ArgumentError(f"{name}: a NUL character can not be stored; remove it")
     if any("\ud800" <= c <= "\udfff" for c in value):
-        raise ArgumentError(f"{name}={value[:40]!r}: a lone surrogate is no text; pass bytes")
+        raise ArgumentError(f"{name}: a lone surrogate is no text; pass bytes")
     return value
 
 

@@ -157,10 +157,21 @@ def lead(owner: str, *, ttl: float) -> Grip:
         try:
             lock.extend(ttl, replace_ttl=True)
         except LockError:
-            return Grip.BUSY
+            if not _outlives(lock.name, ttl):
+                return Grip.BUSY
+            _client().set(lock.name, owner, px=_milliseconds(ttl))
         return Grip.HELD
 
     return _advice(take)
+
+
+def _outlives(name: str, ttl: float) -> bool:
+    """
+    Whether a lease claims to last longer than anybody asks for: Redis's clock went back, or it
+    has no end. Its leader may be dead, and nobody would act until then.
+    """
+    left: Any = _client().pttl(name)
+    return bool(left == -1 or left > 2 * _milliseconds(ttl))
 
 
 def resign(owner: str) -> None:

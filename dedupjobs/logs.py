@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 from dedupjobs import controls, fields, locks, signals
 from dedupjobs.endings import Ending, Failed, Interrupted, Lapsed, Parked, Snoozed, Stopped
 from dedupjobs.lifecycle import Claim, Lost
-from dedupjobs.models import Control, ProcessedJob, Status
+from dedupjobs.models import Control, ProcessedJob, Severity, Status
 from dedupjobs.signals import LockEvent
 from dedupjobs.visible import line
 
@@ -52,6 +52,8 @@ def connect() -> None:
         (signals.call_turned_away, _turned_away),
         (signals.set_aside, _set_aside),
         (signals.coordinator_failed, _coordinator_failed),
+        (signals.alert_changed, _alert_changed),
+        (signals.notice_dropped, _notice_dropped),
         (signals.invalidation_troubled, _invalidation_troubled),
     )
     for signal, receiver in receivers:
@@ -291,3 +293,24 @@ def _coordinator_failed(error: Exception, **_: Any) -> None:
 def _invalidation_troubled(sender: str, error: Exception, **_: Any) -> None:
     facts = {"job": line(sender), **fields.of_process()}
     _say(logging.WARNING, facts, "%s: invalidation: %s", line(sender), _what(error))
+
+
+def _alert_changed(sender: str, alert: Any, **_: Any) -> None:
+    level = logging.INFO
+    if alert.is_open:
+        level = logging.ERROR if alert.severity == Severity.CRITICAL else logging.WARNING
+    facts = {
+        "alert": sender,
+        "subject": line(alert.subject),
+        "event": alert.event,
+        "severity": alert.severity,
+        **fields.of_process(),
+    }
+    words = sender, line(alert.subject), alert.event, line(alert.words, 500)
+    _say(level, facts, "alert %s %s %s: %s", *words)
+
+
+def _notice_dropped(channel: str, error: Exception, **_: Any) -> None:
+    facts = {"channel": channel, **fields.of_process()}
+    sentence = "an alert could not be delivered by %s and was dropped: %s"
+    _say(logging.ERROR, facts, sentence, channel, line(error, 300))

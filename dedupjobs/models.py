@@ -313,6 +313,80 @@ class Summary(models.Model):
         return f"{self.begin} {self.queue} {self.name}"
 
 
+class Watch(models.Model):
+    """
+    The last look of a coordinator at the whole; one row, whose primary key is 1.
+
+    Whoever reads it by the database's clock sees that none has looked for a while, also where
+    Redis is down. ``score`` and ``penalised`` are what the adaptive backoff goes by.
+    """
+
+    at = UtcDateTimeField()
+    owner = models.CharField(max_length=64, blank=True)
+    score = models.FloatField(default=0.0)
+    penalised = models.BooleanField(default=False)
+    delay = models.FloatField(default=0.0, help_text="Seconds.")
+    growth = models.FloatField(default=0.0)
+    memory = models.FloatField(default=0.0)
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return f"{self.at} {self.score}"
+
+
+class Severity(models.TextChoices):
+    """How bad an alert is."""
+
+    CRITICAL = "critical", _("critical")
+    WARNING = "warning", _("warning")
+
+
+class Alert(models.Model):
+    """One kind of trouble of one subject (a queue, job, server); raised and cleared in turns."""
+
+    kind = models.CharField(_("kind"), max_length=20)
+    subject = models.CharField(_("subject"), max_length=200, blank=True)
+    severity = models.CharField(_("severity"), max_length=10, choices=Severity.choices)
+    words = models.TextField(_("what it is"))
+    cure = models.TextField(_("what to do"), blank=True)
+    is_open = models.BooleanField(_("open"), default=False)
+    times = models.PositiveIntegerField(_("times raised"), default=0)
+    raised_at = UtcDateTimeField(_("raised"), null=True, blank=True)
+    seen_at = UtcDateTimeField(_("last seen"), null=True, blank=True)
+    cleared_at = UtcDateTimeField(_("cleared"), null=True, blank=True)
+
+    class Meta:
+        verbose_name = _("alert")
+        verbose_name_plural = _("alerts")
+        default_permissions = ("view",)
+        constraints = [
+            models.UniqueConstraint(fields=["kind", "subject"], name="dedupjobs_one_alert")
+        ]
+        indexes = [models.Index(fields=["is_open", "raised_at"], name="dedupjobs_open_alerts")]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.subject}".strip()
+
+
+class AlertNotice(models.Model):
+    """A raise or a clear that a channel still has to deliver. The table is bounded."""
+
+    channel = models.CharField(max_length=10)
+    body = models.TextField(help_text="JSON.")
+    made_at = UtcDateTimeField()
+    due_at = UtcDateTimeField()
+    tries = models.PositiveIntegerField(default=0)
+    error = models.CharField(max_length=300, blank=True)
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return f"{self.channel} {self.made_at}"
+
+
 class BulkOperation(models.Model):
     """
     One action on all rows that match a filter; a job of ours does it, a page at a time.

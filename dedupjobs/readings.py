@@ -15,13 +15,15 @@ from datetime import datetime
 from typing import Any
 
 from django.db import DatabaseError, InterfaceError
-from django.db.models import Case, Count, F, Min, When
+from django.db.models import Count, Min
 
-from dedupjobs import coordinator, counters, criteria, dispatch, lifecycle
+from dedupjobs import coordinator, counters, criteria, dispatch, lifecycle, load
+from dedupjobs.alerts import book
 from dedupjobs.clock import DbNow
 from dedupjobs.counters import OTHER, Counts
 from dedupjobs.exceptions import UnknownQueue
 from dedupjobs.models import WAITING, Cause, DuplicateCount
+from dedupjobs.thresholds import KINDS
 from dedupjobs.wire import UNREACHABLE
 
 PREFIX = "dedupjobs_"
@@ -86,6 +88,13 @@ GAUGES = {
         (
             "coordinator_heartbeat_age_seconds",
             "Since a coordinator's last round; absent after a day, or where Redis was lost.",
+            (),
+        ),
+        ("alerts", "Alerts that are open, by kind.", ("kind",)),
+        (
+            "pressure_score",
+            "How hard the system is pressed, from 0 to 1: the adaptive backoff's score; absent "
+            "where nobody measures it.",
             (),
         ),
         ("messages", "Messages in RQ's list, however many; rows may have more.", ("queue",)),
@@ -176,6 +185,7 @@ def _read_tables(found: _Found) -> None:
         _read_outbox(found)
         found.duplicates = _duplicates()
         _read_leases(found)
+        _read_alerts(found)
         found.gauge("database_up", 1)
     except (DatabaseError, InterfaceError):
         found.gauges.clear()  # all or nothing
@@ -187,13 +197,10 @@ def _queues() -> list[str]:
 
 
 def _read_backlog(found: _Found, queue: str) -> None:
-    waiting = lifecycle.jobs().filter(queue=queue, status__in=WAITING)
-    due = Case(When(run_after__lte=DbNow(steady=True), then=F("run_after")))
-    rows = waiting.annotate(due=due)[:COUNTED]
-    seen = rows.aggregate(all=Count("pk"), ready=Count("due"), oldest=Min("due"))
-    found.gauge("backlog", seen["ready"], queue)
-    found.gauge("delayed", seen["all"] - seen["ready"], queue)
-    found.gauge("backlog_oldest_age_seconds", found.age(seen["oldest"]), queue)
+    seen = criteria.backlog(queue, most=COUNTED)
+    found.gauge("backlog", seen.due, queue)
+    found.gauge("delayed", seen.waiting - seen.due, queue)
+    found.gauge("backlog_oldest_age_seconds", found.age(seen.oldest), queue)
 
 
 def _read_outbox(found: _Found) -> None:
@@ -214,6 +221,15 @@ def _read_leases(found: _Found) -> None:
     seen = alive[:COUNTED].aggregate(number=Count("pk"), oldest=Min("claimed_at"))
     found.gauge("active_locks", seen["number"])
     found.gauge("active_lock_oldest_age_seconds", found.age(seen["oldest"]))
+
+
+def _read_alerts(found: _Found) -> None:
+    opened = Counter(alert.kind for alert in book.standing())
+    for kind in KINDS:
+        found.gauge("alerts", opened[kind], kind)
+    last = load.last()
+    if last is not None and found.age(last.at) <= load.OLD:
+        found.gauge("pressure_score", last.score)
 
 
 def _duplicates() -> dict[Labels, int]:

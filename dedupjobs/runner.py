@@ -34,6 +34,7 @@ from dedupjobs import (
     interrupts,
     invalidation,
     lifecycle,
+    load,
     locks,
     queries,
     registry,
@@ -438,6 +439,7 @@ def settle(  # noqa: PLR0911 - a table
 ) -> Status | None:
     """Write the ending by its one arrow; None if somebody else had decided."""
     options = job.options if job else Options()
+    load.ended(well=not isinstance(ending, Failed))
     match ending:
         case Succeeded():
             unique_for = job.unique_for if job else None
@@ -463,7 +465,7 @@ def _fail_or_give_up(claim: Claim, ending: Failed, note: Note, options: Options)
         return lifecycle.give_up(
             claim, on_dead=options.on_dead, note=note, timed_out=ending.timed_out
         )
-    after = _pause(options, failures) if ending.after is None else ending.after
+    after = load.retry(_pause(options, failures)) if ending.after is None else ending.after
     return lifecycle.fail(claim, after=after, note=note, timed_out=ending.timed_out)
 
 
@@ -557,6 +559,8 @@ def _free_lock(claim: Claim, grip: Grip, status: Status | None, heart: Heart, ne
     """
     if grip in (Grip.UNREACHABLE, Grip.UNUSED):
         news.send()
+        if grip is Grip.UNREACHABLE:
+            counters.pay()  # no release carries it, and it has a budget of its own
         return
     cargo: list[Cargo] = [counters.payment(due=host.pays_when_idle)]
     if news.travels:

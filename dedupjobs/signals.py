@@ -50,6 +50,8 @@ call_turned_away = Signal()  # control (its number), key
 set_aside = Signal()  # job_pk, words: a due row may not run yet, and waits without a message
 recalled = Signal()  # count: rows that were set aside may run
 coordinator_failed = Signal()  # error
+alert_changed = Signal()  # alert (alerts.book.News); sender: its kind
+notice_dropped = Signal()  # channel, error: an alert's notice that could not be delivered
 
 
 def tell(signal: Signal, name: str, **facts: Any) -> None:

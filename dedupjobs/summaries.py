@@ -24,7 +24,7 @@ from django.db.models import Case, Count, F, IntegerField, OuterRef, Subquery, S
 from django.db.models.functions import Concat
 
 from dedupjobs import clock, lifecycle
-from dedupjobs.models import AttemptOutcome, DuplicateCount, Status, Summary
+from dedupjobs.models import AttemptOutcome, DuplicateCount, Status, Summary, Watch
 
 MINUTE, HOUR = 60, 3_600
 KEPT = {MINUTE: timedelta(days=2), HOUR: timedelta(days=400)}
@@ -258,9 +258,20 @@ def _measure(begin: datetime) -> None:
     for status in (Status.HELD, Status.DEAD):
         number = totals[status.value] = count(lifecycle.jobs().filter(status=status), COUNTED)
         cut |= {status.value} if number == COUNTED else set()
-    seen = {**totals, "cut": sorted(cut), "duplicates": duplicates()}
+    seen = {
+        **totals,
+        "cut": sorted(cut),
+        "duplicates": duplicates(),
+        "pressure": _pressure(),
+    }
     gauges["", ""] = json.dumps(seen)
     _write_gauges(MINUTE, begin, gauges)
+
+
+def _pressure() -> float:
+    """Return the score of the adaptive backoff."""
+    found = Watch._base_manager.using(lifecycle.alias()).values_list("score", flat=True).first()
+    return round(found or 0.0, 3)
 
 
 def count(rows: Any, most: int) -> int:
@@ -296,6 +307,14 @@ def by_name(span: int, since: datetime, *, most: int) -> list[dict[str, Any]]:
     return list(grouped.order_by("-failures", "-succeeded", "name")[:most])
 
 
+def by_job(since: datetime) -> dict[str, Totals]:
+    """Return what ended in the minutes since then, by job."""
+    found: dict[str, Totals] = {}
+    for row in _all().filter(span=MINUTE, begin__gte=since).exclude(name=""):
+        found.setdefault(row.name, Totals()).add(_totals(row))
+    return found
+
+
 def newest() -> datetime | None:
     """Return the minute of the newest summary."""
     found: datetime | None = _counted().values_list("begin", flat=True).first()
@@ -319,6 +338,15 @@ def percentile(histogram: Histogram, share: float) -> float | None:
             high = EDGES[bucket] if bucket < len(EDGES) else EDGES[-1] * 2
             return high - (seen - wanted) / histogram[bucket] * (high - low)
     raise AssertionError("unreachable")
+
+
+def mean(histogram: Histogram) -> float | None:
+    """Return the mean of the durations, each taken as the middle of its bucket; None: no such."""
+    number = sum(histogram.values())
+    if not number:
+        return None
+    edges = (0.0, *EDGES, EDGES[-1] * 2)
+    return sum((edges[b] + edges[b + 1]) / 2 * n for b, n in histogram.items()) / number
 
 
 def bucket_of(seconds: float) -> int:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle  # only reached with FOREIGN_PICKLE=True
 import select
 import signal
 from collections.abc import Iterator
@@ -32,7 +31,6 @@ from rq.executions import Execution
 from rq.job import Job as RqJob
 from rq.job import JobStatus
 from rq.logutils import blue, green
-from rq.serializers import JSONSerializer
 from rq.utils import now
 from rq.worker import WorkerStatus
 
@@ -56,51 +54,21 @@ from dedupjobs import (
     prefork,
     registry,
     runner,
+    vitals,
 )
 from dedupjobs.books import Books, Entry, Taken, Till
 from dedupjobs.coordinator import Coordinator
 from dedupjobs.endings import Ending, Error, Failed, Interrupted, Stopped
-from dedupjobs.exceptions import ForeignPickle
+from dedupjobs.foreign import Guarded, Serializer, guarded
 from dedupjobs.horse import GLANCE, Exit, Horse, HorseHost, Order, Perform, Ride, Sheet
 from dedupjobs.lifecycle import Claim
 from dedupjobs.registry import Options
+from dedupjobs.visible import line
 
 IDLE_WAIT = 2  # seconds that an idle worker blocks in Redis before it looks at its coordinator
 HEARTBEAT_EVERY = 10.0  # seconds between what RQ writes nine times a job; its own patience is 60
 MOST_RAISED = 3_000  # bytes of a traceback; so short a message is never cut in a pipe
 RQ_GRACE = 60.0  # seconds after which RQ's worker kills a horse that its alarm has not ended
-PICKLE_MARK = b"\x80"  # how every pickle of protocol 2 and up begins
-
-
-class Serializer:
-    """JSON that names our own entry; anything else only where the project allows it."""
-
-    dumps = staticmethod(JSONSerializer.dumps)
-
-    @staticmethod
-    def loads(data: bytes, *args: Any, **kwargs: Any) -> Any:
-        trusts = conf.get().FOREIGN_PICKLE
-        if data.startswith(PICKLE_MARK):
-            if trusts:
-                return pickle.loads(data)  # noqa: S301 - asked for by the setting
-            raise _foreign("was queued as a pickle, which runs any code its writer likes")
-        value = JSONSerializer.loads(data, *args, **kwargs)
-        if _is_call(value) and value[0] != dispatch.ENTRY and not trusts:
-            raise _foreign(f"names {value[0]!r}, and RQ would run any function so named")
-        return value
-
-
-def _is_call(value: Any) -> bool:
-    """Return whether this is how RQ writes a job: function, instance, arguments, keywords."""
-    return isinstance(value, list) and list(map(type, value[2:])) == [list, dict]
-
-
-def _foreign(what: str) -> ForeignPickle:
-    return ForeignPickle(
-        f"This job is not one of dedupjobs: it {what}. If only trusted code writes to this Redis, "
-        'set DEDUPJOBS["FOREIGN_PICKLE"] = True and requeue it; otherwise give it a queue and a '
-        "stock worker of its own."
-    )
 
 
 class DedupWorker(Worker):
@@ -112,6 +80,9 @@ class DedupWorker(Worker):
         # Whatever the command line says: producers write JSON for exactly this class.
         kwargs["serializer"] = Serializer
         super().__init__(*args, **kwargs)
+        self.job_class = guarded(self.job_class)
+        for queue in self.queues:  # RQ's housekeeping reads with what stands there
+            queue.job_class, queue.serializer = self.job_class, Serializer
         self._books = Books(self)
         self._till = Till(self.connection)
         self._taken: Taken | None = None
@@ -139,6 +110,8 @@ class DedupWorker(Worker):
                 self.name,
             )
         self._name_unknown_jobs()
+        if error := vitals.sign():
+            self.log.error("Worker %s: who watches it will miss it: %s", self.name, error)
         invalidation.never_listen()
         prefork.get_ready()
         connections.close_all()
@@ -169,6 +142,8 @@ class DedupWorker(Worker):
         if pipeline is not None:
             super().heartbeat(timeout, pipeline)
             return
+        if not self.is_horse:
+            vitals.sign()
         if timeout is not None or clock.monotonic() >= self._next_heartbeat:
             self._next_heartbeat = clock.monotonic() + HEARTBEAT_EVERY
             with self._without_redis(), self.connection.pipeline() as together:
@@ -216,16 +191,24 @@ class DedupWorker(Worker):
         """Do what RQ does with a message that it has popped; ours are read while they run."""
         self._taken = taken
         self.reorder_queues(reference_queue=taken.queue)
-        job = self.job_class(taken.rq_id, connection=self.connection, serializer=self.serializer)
-        if not taken.is_ours:
-            job.restore(taken.raw)
+        try:
+            job = self._job_of(taken.rq_id)
+            if not taken.is_ours:
+                job.restore(taken.raw)
+        except (ValueError, NoSuchJobError) as error:
+            self.connection.lrem(taken.queue.intermediate_queue_key, 1, taken.rq_id)
+            raise ValueError(f"{taken.rq_id!r} is no message: {error}") from None
         name = green(taken.queue.name)
         if self.log_job_description:
-            description = taken.raw.get(b"description", b"").decode(errors="replace")
+            description = line(taken.raw.get(b"description", b"").decode(errors="replace"))
             self.log.info("Worker %s: %s: %s (%s)", self.name, name, blue(description), job.id)
         else:
             self.log.info("Worker %s: %s: %s", self.name, name, job.id)
         return job, taken.queue
+
+    def _job_of(self, rq_id: str) -> RqJob:
+        """Return RQ's job of this id, with nothing in it; ValueError: it can have no such id."""
+        return self.job_class(rq_id, connection=self.connection, serializer=self.serializer)
 
     def _write_books(self, begun: Entry | None = None) -> None:
         with self._without_redis():
@@ -233,11 +216,11 @@ class DedupWorker(Worker):
 
     @contextmanager
     def _despite_rubbish(self) -> Iterator[None]:
-        """Go on if an id in RQ's lists is no text, which somebody else must have put there."""
+        """Go on if RQ can not read what stands in its lists: somebody else has put it there."""
         try:
             yield
-        except UnicodeDecodeError as error:
-            self.log.error("Worker %s: an id in RQ's lists is no text: %s", self.name, error)
+        except ValueError as error:  # an id that is no text, for example
+            self.log.error("Worker %s: rubbish in RQ's lists: %s", self.name, line(error))
 
     def maintain_heartbeats(self, job: RqJob, execution: Execution) -> None:
         with self._without_redis():
@@ -277,6 +260,9 @@ class DedupWorker(Worker):
             self._run(job, taken)
             return
         self._write_books()
+        if isinstance(job, Guarded) and job.rubbish:
+            self._refuse(job, queue)
+            return
         connections.close_all()  # one that two processes use breaks both
         super().execute_job(job, queue)
 
@@ -302,6 +288,15 @@ class DedupWorker(Worker):
         self._watch(ride, job, entry.execution)
         self._dismount(ride, job, entry)
         self.set_state(WorkerStatus.IDLE)
+
+    def _refuse(self, job: RqJob, queue: Queue) -> None:
+        """Put a message that RQ could not even read where people find it."""
+        reason = f"dedupjobs could not read this message: {line(cast(Guarded, job).rubbish)}"
+        self.log.error("Worker %s: %s", self.name, reason)
+        job.origin = queue.name
+        with self._without_redis():
+            self.connection.lrem(queue.intermediate_queue_key, 1, job.id)
+            self.handle_job_failure(job, queue=queue, exc_string=reason)
 
     def _mounted(self, order: Order) -> Horse:
         """Return a living horse that has got the order."""
@@ -361,6 +356,7 @@ class DedupWorker(Worker):
             ride.answer = ride.horse.wait(GLANCE)
             if ride.answer is not None or ride.horse.is_dead:
                 break
+            vitals.sign()
             ride.beat()
             self._cut_off(ride, job)
             if clock.monotonic() >= next_report:
@@ -419,7 +415,7 @@ class DedupWorker(Worker):
 
     def _perform(self, order: Order) -> str | None:
         """Run one order as RQ performs a job; the parent keeps the books."""
-        job = self.job_class(order.rq_id, connection=self.connection, serializer=self.serializer)
+        job = self._job_of(order.rq_id)
         job.data, job.origin, job.timeout = order.data, order.queue, order.timeout
         queue = next(q for q in self.queues if q.name == order.queue)
         execution = Execution(order.execution_id, order.rq_id, self.connection, self.name)

@@ -12,16 +12,17 @@ from django.conf import settings
 from django.db import connection
 from django.utils import translation
 
-from dedupjobs import cache, controls, counters, invalidation
+from dedupjobs import cache, controls, counters, invalidation, load
 from dedupjobs.lifecycle import together
 from tests.processes import Spawned
 
 # What asks no database, brings its own, or asks for nothing that one has and another has not,
 # runs once, with the first of them.
 ONCE = (
-    "admin_input", "admin_permissions", "admin_truth", "admin_unfold", "admin_why", "backoff",
-    "commands", "conf", "contrib", "docs", "endings", "keys", "logs", "moving",
-    "policy_checks", "registry", "slots", "tasks", "testing", "tracing", "translations",
+    "admin_input", "admin_permissions", "admin_truth", "admin_unfold", "admin_why", "alert_rules",
+    "backoff", "commands", "conf", "contrib", "deployment", "docs", "endings", "keys", "logs",
+    "moving", "peers", "policy_checks", "pressure", "readme", "registry", "security", "slots",
+    "tasks", "testing", "tracing", "translations", "tutorial", "vitals",
 )  # fmt: skip
 DATABASE = os.environ.get("DEDUPJOBS_TEST_DB", "sqlite")
 collect_ignore = [f"test_{name}.py" for name in ONCE] if DATABASE != "sqlite" else []
@@ -43,6 +44,7 @@ def _empty_redis() -> None:
     cache.forget_clients()
     counters.forget_owed()
     controls.forget()
+    load.forget()
 
 
 @pytest.fixture(autouse=True)

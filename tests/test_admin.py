@@ -20,6 +20,7 @@ from dedupjobs import job as register
 from dedupjobs import locks
 from dedupjobs.clock import DbNow
 from dedupjobs.models import (
+    Alert,
     AttemptOutcome,
     BulkOperation,
     Cause,
@@ -34,7 +35,15 @@ from tests.admin_rows import address, expired, make, try_of
 
 pytestmark = pytest.mark.django_db
 
-MODELS = (ProcessedJob, JobAttempt, DuplicateCount, DuplicateSample, Operation, BulkOperation)
+MODELS = (
+    ProcessedJob,
+    JobAttempt,
+    DuplicateCount,
+    DuplicateSample,
+    Operation,
+    BulkOperation,
+    Alert,
+)
 NASTY = "<script>alert('key')</script>"
 WRITES = re.compile(r"\b(INSERT|UPDATE|DELETE|REPLACE)\b")
 
@@ -81,6 +90,17 @@ def fill(number: int, *, attempts: int = 3) -> None:
     BulkOperation.objects.bulk_create(
         BulkOperation(action="retry", criteria="{}", by=NASTY, reason=NASTY, created_at=DbNow())
         for _ in rows
+    )
+    Alert.objects.bulk_create(
+        Alert(
+            kind="dead",
+            subject=f"app.{row.pk} {NASTY}",
+            severity="warning",
+            words=NASTY,
+            is_open=row.pk % 2 == 0,
+            raised_at=DbNow(),
+        )
+        for row in rows
     )
     for i, row in enumerate(rows):
         DuplicateCount.objects.create(

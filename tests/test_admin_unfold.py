@@ -10,6 +10,7 @@ import pytest
 
 
 @pytest.mark.skipif(not find_spec("unfold"), reason="django-unfold is not installed")
+@pytest.mark.large
 def test_pages_and_actions_work_under_unfold(process_env: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.unfold_story"],

@@ -26,6 +26,7 @@ def test_defaults_are_those_of_the_design() -> None:
         "SHUTDOWN_GRACE": 25.0,
         "HORSE_JOBS": 1_000,
         "HORSE_MEMORY": 256 * 1024**2,
+        "HEARTBEAT_FILE": None,
         "BATCH": 100,
         "FOREIGN_PICKLE": False,
         "PRUNE_EVERY": 3600.0,
@@ -46,6 +47,8 @@ def test_defaults_are_those_of_the_design() -> None:
         "METRICS_TOKEN": None,
         "LOG_KEYS": False,
         "DEFAULTS": {},
+        "ALERTS": {},
+        "PRESSURE": {},
     }
 
 

@@ -136,6 +136,7 @@ def test_waiting_row_locked_by_a_business_transaction_blocks_no_other_hand_over(
     assert message_ids(locked)[0] in live.queued()
 
 
+@pytest.mark.large
 def test_retry_of_a_killed_workers_job_needs_no_scheduler_of_rq(spawn: Spawn) -> None:
     worker = live.start_worker(spawn)
     outcome = jobs.fail_once.enqueue(tag="retry")
@@ -185,6 +186,7 @@ def test_expired_attempt_whose_beats_are_seen_coming_is_not_taken() -> None:
     until(coordinator.reclaim, PATIENCE, what="taken once the beats have stopped")
 
 
+@pytest.mark.large
 def test_live_job_is_never_taken_by_a_coordinator_that_looks_all_the_time() -> None:
     outcome = jobs.record.enqueue(tag="alive")
     claim = live.claimed(outcome, lease=0.6, overdue=-0.6)
@@ -317,6 +319,7 @@ def test_second_coordinator_rests_while_the_first_one_leads_and_takes_over_after
 
 
 @with_sqlite
+@pytest.mark.large
 def test_leading_process_killed_is_followed_by_another(spawn: Spawn) -> None:
     with live.changed(RQ={"WORKER_CLASS": STOCK}), live.cache_client() as client:
         leader = live.start_coordinator(spawn)
@@ -688,6 +691,7 @@ def test_reclaim_command_with_a_limit_takes_so_many() -> None:
 
 
 @with_sqlite
+@pytest.mark.large
 def test_reclaim_command_in_a_loop_takes_what_dies_later_until_it_is_interrupted(
     spawn: Spawn,
 ) -> None:

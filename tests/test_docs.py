@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import doctest
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from django.core.management import get_commands
 
-from dedupjobs import registry
+from dedupjobs import conf, registry
+from docs import generate
 
 TESTS = Path(__file__).parent
 DOCS = TESTS.parent / "docs"
@@ -31,7 +34,26 @@ def test_page_shows_what_really_happens(page: Path) -> None:
     assert result.failed == 0, "".join(report)
 
 
-@pytest.mark.parametrize(("page", "least"), [("verification", 51), ("dashboard", 15)])
+def test_reference_is_what_the_code_says() -> None:
+    assert generate.PAGE.read_text() == generate.page(), "run `make reference`"
+
+
+def test_reference_leaves_out_no_setting_option_check_or_command() -> None:
+    text = generate.PAGE.read_text()
+    named = [f.name for kind in (conf.Settings, registry.Options) for f in fields(kind)]
+    source = "".join(path.read_text() for path in (TESTS.parent / "dedupjobs").rglob("*.py"))
+    checks = {
+        f"dedupjobs.{number}" for number in re.findall(r'"(?:dedupjobs\.)?([EW]\d{3})"', source)
+    }
+    commands = [name for name, app in get_commands().items() if app == "dedupjobs"]
+    assert len(checks) >= 36
+    assert [n for n in (*named, *sorted(checks)) if f"`{n}`" not in text] == []
+    assert [name for name in commands if f"### {name}\n" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "least"), [("verification", 51), ("dashboard", 15), ("security", 50), ("alerts", 21)]
+)
 def test_every_test_that_a_page_names_is_there(page: str, least: int) -> None:
     named = set(re.findall(r"`(test_\w+)`", (DOCS / f"{page}.md").read_text()))
     files = list(TESTS.rglob("test_*.py"))

@@ -769,10 +769,10 @@ def nothing_written(redis_client: redis.Redis) -> Iterator[None]:
     [
         (float("nan"), "value=nan.*NaN"),
         ([1, float("inf")], r"value\[1\]=inf.*infinity"),
-        ("a\x00b", "value='a.x00b'.*NUL"),
-        ("a\ud800", "value=.*surrogate"),
+        ("a\x00b", "value: a NUL"),
+        ("a\ud800", "value: a lone surrogate"),
         ({"k": {"n": "\x00"}}, r"value\['k'\]\['n'\].*NUL"),
-        ({"\x00": 1}, "value=.*NUL"),
+        ({"\x00": 1}, "value: a NUL"),
         ({1: 2}, "value: dict key 1"),
         ({1, 2}, "value: .*set.*sorted list"),
         (object(), r"value: a builtins\.object can not be stored"),

@@ -84,6 +84,7 @@ def beats_for(claim: Claim, seconds: float) -> None:
 # ---- alive
 
 
+@pytest.mark.large
 def test_beats_extend_the_lease_and_the_lock_for_longer_than_their_first_length(
     claim: Claim, heart: Heart
 ) -> None:
@@ -132,6 +133,7 @@ def test_beat_writes_progress_and_activity_that_the_job_has_noted(
     assert active <= lifecycle.database_now()
 
 
+@pytest.mark.large
 def test_progress_of_a_running_job_is_seen_from_outside(spawn: Spawn, tmp_path: Path) -> None:
     release = tmp_path / "release"
     live.start_worker(spawn)
@@ -229,6 +231,7 @@ def test_check_looks_by_itself_where_no_beat_comes(outcome: Any, claim: Claim) -
     ],
     ids=["cancel", "hold"],
 )
+@pytest.mark.large
 def test_running_job_that_checks_obeys_an_operator(
     spawn: Spawn, tmp_path: Path, ask: Any, status: Status, ending: AttemptOutcome
 ) -> None:

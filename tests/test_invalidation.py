@@ -563,6 +563,7 @@ def test_commands_say_if_there_is_no_status_cache(command: str) -> None:
         call_command(command, *arguments)
 
 
+@pytest.mark.large
 def test_listen_command_prints_each_change_calls_its_handlers_and_ends_on_a_signal(
     spawn: Any,
 ) -> None:

@@ -95,6 +95,7 @@ def kill_a_horse(tag: str, release: Path) -> float:
     return (live.attempt(outcome, 2).claimed_at - killed_at).total_seconds()
 
 
+@pytest.mark.large
 def test_horse_and_parent_killed_are_recovered_by_another_worker_after_the_lease(
     spawn: Spawn, release: Path
 ) -> None:
@@ -230,6 +231,7 @@ def test_job_holding_the_gil_longer_than_its_lease_lives_by_its_parents_beats(
 
 
 @with_sqlite
+@pytest.mark.large
 def test_hanging_job_with_signals_masked_is_killed_after_the_grace_as_timed_out(
     spawn: Spawn,
 ) -> None:
@@ -248,6 +250,7 @@ def test_hanging_job_with_signals_masked_is_killed_after_the_grace_as_timed_out(
 
 
 @with_sqlite
+@pytest.mark.large
 def test_job_swallowing_every_exception_is_killed_after_the_grace_as_timed_out(
     spawn: Spawn,
 ) -> None:
@@ -259,6 +262,7 @@ def test_job_swallowing_every_exception_is_killed_after_the_grace_as_timed_out(
 
 
 @pytest.mark.parametrize("worker_class", [DEDUP, STOCK, SIMPLE])
+@pytest.mark.large
 def test_job_swallowing_exception_is_ended_by_its_time_out_under_every_worker(
     spawn: Spawn, worker_class: str
 ) -> None:
@@ -315,6 +319,7 @@ def test_parent_told_to_end_interrupts_its_job_after_the_grace_and_claims_nothin
 
 
 @with_sqlite
+@pytest.mark.large
 def test_parent_told_to_end_lets_a_job_finish_within_the_grace(spawn: Spawn, release: Path) -> None:
     worker = live.start_worker(spawn, SHUTDOWN_GRACE=60)
     outcome = jobs.wait.enqueue(tag="finish", release=str(release))
@@ -343,6 +348,7 @@ def test_job_that_ignores_its_interruption_is_killed_as_interrupted(spawn: Spawn
 
 
 @pytest.mark.parametrize("worker_class", [DEDUP, STOCK])
+@pytest.mark.large
 def test_horse_told_to_end_is_interrupted_and_its_job_runs_again(
     spawn: Spawn, release: Path, worker_class: str
 ) -> None:
@@ -361,6 +367,7 @@ def test_horse_told_to_end_is_interrupted_and_its_job_runs_again(
 
 
 @with_sqlite
+@pytest.mark.large
 def test_simple_worker_told_twice_to_end_interrupts_its_job_and_gives_its_lock_up(
     spawn: Spawn, release: Path
 ) -> None:
@@ -403,6 +410,7 @@ def test_idle_workers_told_to_end_as_a_job_arrives_lose_none(spawn: Spawn) -> No
 
 
 @with_sqlite
+@pytest.mark.large
 def test_job_stopped_through_rq_is_cancelled(
     spawn: Spawn, release: Path, redis_client: redis.Redis
 ) -> None:
@@ -496,6 +504,7 @@ def test_second_message_for_a_running_row_is_dropped_however_long_the_job_takes(
 
 @with_sqlite
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.large
 def test_coordinator_ends_with_its_parent(spawn: Spawn, end: signal.Signals) -> None:
     worker = live.start_worker(spawn)
     coordinator = live.coordinator_of(worker)
@@ -505,6 +514,7 @@ def test_coordinator_ends_with_its_parent(spawn: Spawn, end: signal.Signals) -> 
 
 
 @with_sqlite
+@pytest.mark.large
 def test_coordinator_outlives_the_signals_of_a_deploy_while_its_parent_works(
     spawn: Spawn, release: Path
 ) -> None:
@@ -520,6 +530,7 @@ def test_coordinator_outlives_the_signals_of_a_deploy_while_its_parent_works(
 
 
 @with_sqlite
+@pytest.mark.large
 def test_coordinator_killed_is_replaced_and_acts(spawn: Spawn) -> None:
     worker = live.start_worker(spawn)
     coordinator = live.coordinator_of(worker)

@@ -371,7 +371,7 @@ def test_doctor_finds_nothing_where_all_is_well() -> None:
     assert "→" not in out
     assert set(examined()) == {
         "checks", "versions", "registry", "serializers", "migrations", "indexes", "pools",
-        "redis", "persistence", "clocks", "coordinator", "workers",
+        "redis", "persistence", "clocks", "coordinator", "workers", "alerts",
     }  # fmt: skip
 
 
@@ -460,6 +460,7 @@ def test_doctor_sees_eviction_memory_and_a_disk_that_is_full(own_redis: Valkey) 
 
 
 @pytest.mark.parametrize("fault", ["stopped", "hanging"])
+@pytest.mark.large
 def test_doctor_says_soon_that_redis_is_away(own_redis: Valkey, fault: str) -> None:
     _strike(own_redis, fault)
     try:

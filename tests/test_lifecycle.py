@@ -960,6 +960,7 @@ def test_reclaim_of_an_attempt_that_is_being_settled_leaves_it_its_ending(
 
 
 @committing
+@pytest.mark.large
 def test_ending_that_waited_for_a_reclaim_writes_nothing(transactional_db: None) -> None:
     for name, end in ENDINGS.items():
         claim = claim_for(name, jobs.record.enqueue(tag=name).job)

@@ -181,6 +181,19 @@ def test_leader_lease_is_renewed_by_its_holder_and_busy_for_others(client: redis
     assert locks.lead("first", ttl=60) is Grip.BUSY
 
 
+@pytest.mark.parametrize("left", [3_600_000, None], ids=["an hour", "no end"])
+def test_lease_of_a_leader_that_outlives_what_anybody_asks_for_is_taken(
+    client: redis.Redis, left: int | None
+) -> None:
+    # What a dead leader leaves behind on a server whose clock went back by an hour.
+    assert locks.lead("dead", ttl=10) is Grip.HELD
+    (name,) = client.keys(":1:dedupjobs:leader:*")
+    client.set(name, "dead", px=left)
+    assert locks.lead("heir", ttl=10) is Grip.HELD
+    assert locks.lead("dead", ttl=10) is Grip.BUSY
+    assert client.pttl(name) <= 10_000
+
+
 def test_leader_of_another_project_under_the_same_prefix_keeps_nobody_from_leading() -> None:
     assert locks.lead("ours", ttl=60) is Grip.HELD
     with override_settings(SECRET_KEY="another project's"):
@@ -425,6 +438,7 @@ def _state(client: redis.Redis) -> bytes:
     return bytes(client.execute_command("CLUSTER", "INFO"))
 
 
+@pytest.mark.large
 def test_locks_and_the_ledger_work_on_a_redis_that_refuses_keys_of_several_slots(
     cluster: Valkey,
 ) -> None:
@@ -454,6 +468,7 @@ def test_locks_and_the_ledger_work_on_a_redis_that_refuses_keys_of_several_slots
     assert events == ["acquired", "released", "acquired"]
 
 
+@pytest.mark.large
 def test_worker_whose_queues_are_on_a_cluster_says_so_and_ends(
     cluster: Valkey, spawn: live.Spawn
 ) -> None:

@@ -160,6 +160,7 @@ def test_four_schedules_that_restart_all_the_time_make_one_row_a_slot(scheduled:
 
 @pytest.mark.django_db(transaction=True)
 @override_settings(DEDUPJOBS={"LEADER_TTL": 0.001, "FOLD_EVERY": 1000, "RECLAIM_EVERY": 1000})
+@pytest.mark.large
 def test_four_coordinators_whose_leader_lease_is_too_short_make_one_row_a_slot(
     by_second: Any,
 ) -> None:

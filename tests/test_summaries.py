@@ -170,7 +170,7 @@ def test_gauges_say_what_waits_in_each_queue(
     total, high = summaries.points(MINUTE, now - timedelta(hours=1))[-3:][::2]
     assert total.gauges == {
         "PENDING": 3, "RUNNING": 1, "RETRYING": 1, "HELD": 1, "DEAD": 2,
-        "duplicates": {"replay": 7}, "cut": [],
+        "duplicates": {"replay": 7}, "cut": [], "pressure": 0.0,
     }  # fmt: skip
     assert (high.queue, high.gauges["PENDING"]) == ("high", 1)
     summaries.keep()

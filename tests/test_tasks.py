@@ -629,6 +629,7 @@ def test_right_settings_have_no_finding() -> None:
 
 
 @pytest.mark.skipif(framework.BUILT_IN, reason="the framework is built into this Django")
+@pytest.mark.large
 def test_backend_without_the_framework_says_what_to_install() -> None:
     code = """if True:
         import sys, django

@@ -17,23 +17,27 @@ from dedupjobs.admin import period, plans, tiles, troubles
 from dedupjobs.admin.charts import Chart, draw
 from dedupjobs.admin.tiles import Tile
 from dedupjobs.admin.troubles import Banner
+from dedupjobs.alerts import book
 from dedupjobs.controls import Rule
 from dedupjobs.fleet import Fleet
+from dedupjobs.models import Severity
 
 MOST_JOBS = 10
 MOST_CONTROLS = 50
+MOST_ALERTS = 20
+LEVELS: dict[str, str] = {Severity.CRITICAL: "bad", Severity.WARNING: "warn"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """All of it. ``alerts``: None where nothing measures any."""
+    """All of it."""
 
     now: datetime
     span: str
     headline: str
     level: str
     banners: tuple[Banner, ...]
-    alerts: tuple[Banner, ...] | None
+    alerts: tuple[Banner, ...]
     tiles: tuple[Tile, ...]
     happened: tuple[Tile, ...]
     charts: tuple[Chart, ...]
@@ -51,7 +55,8 @@ def read(name: str) -> Board:
     shown = period.read(name, now.at)
     newest = summaries.newest()
     banners = tuple(troubles.banners(now, seen, newest, shown))
-    level = troubles.worst(now, banners)
+    alerts = open_alerts()
+    level = troubles.worst(now, (*banners, *alerts))
     size, _number = period.SPANS[name]
     return Board(
         now=now.at,
@@ -59,7 +64,7 @@ def read(name: str) -> Board:
         headline=troubles.headline(level, now),
         level=level,
         banners=banners,
-        alerts=open_alerts(),
+        alerts=alerts,
         tiles=tuple(tiles.now_tiles(now, shown)),
         happened=tuple(tiles.happened_tiles(shown)),
         charts=tuple(draw(plan, shown.moments) for plan in plans.plans(shown)),
@@ -67,10 +72,14 @@ def read(name: str) -> Board:
         fleet=seen,
         begun=newest is not None or any(now.by_status.values()),
         controls=controls.current(at_most=0.0).rules[:MOST_CONTROLS],
-        unmeasured=(_("hits of the status cache"), _("time spent waiting for locks"), _("alerts")),
+        unmeasured=(_("hits of the status cache"), _("time spent waiting for locks")),
     )
 
 
-def open_alerts() -> tuple[Banner, ...] | None:
-    """Return the alerts that are open; None as long as nothing measures them."""
-    return None
+def open_alerts() -> tuple[Banner, ...]:
+    """Return the alerts that are open, the critical ones first."""
+    found = sorted(book.standing(), key=lambda alert: alert.severity != Severity.CRITICAL)
+    return tuple(
+        Banner(level=LEVELS[alert.severity], words=alert.words, cure=alert.cure)
+        for alert in found[:MOST_ALERTS]
+    )

@@ -13,7 +13,14 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
 from dedupjobs import lifecycle
-from dedupjobs.models import BulkOperation, DuplicateCount, DuplicateSample, JobAttempt, Operation
+from dedupjobs.models import (
+    Alert,
+    BulkOperation,
+    DuplicateCount,
+    DuplicateSample,
+    JobAttempt,
+    Operation,
+)
 
 if TYPE_CHECKING or not apps.is_installed("unfold"):
     from django.contrib.admin import ModelAdmin
@@ -117,10 +124,28 @@ class BulkOperationAdmin(ReadOnly):
         return format_html('<a href="{}">{}</a>', address, _("progress and outcomes"))
 
 
+class AlertAdmin(ReadOnly):
+    list_display = (
+        "raised_at",
+        "kind",
+        "subject",
+        "severity",
+        "is_open",
+        "words",
+        "cure",
+        "cleared_at",
+        "times",
+    )
+    list_filter = ("is_open", "kind", "severity")
+    search_fields = ("subject__exact",)
+    ordering = ("-is_open", "-raised_at", "-id")
+
+
 PLAIN: dict[type[Any], type[admin.ModelAdmin[Any]]] = {
     JobAttempt: JobAttemptAdmin,
     DuplicateCount: DuplicateCountAdmin,
     DuplicateSample: DuplicateSampleAdmin,
     Operation: OperationAdmin,
     BulkOperation: BulkOperationAdmin,
+    Alert: AlertAdmin,
 }

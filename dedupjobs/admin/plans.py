@@ -86,6 +86,16 @@ def plans(period: Period) -> list[Plan]:
             least=2,
             empty=_("Nobody asked twice in this time."),
         ),
+        Plan(
+            key="pressure",
+            title=_("Pressure"),
+            hint=_("the adaptive backoff's score, from 0 to 1"),
+            series=(_pressure(period),),
+            stacked=False,
+            say=share,
+            least=1,
+            empty=_("The pressure was not measured in this time."),
+        ),
     ]
 
 
@@ -133,6 +143,14 @@ def _backlog(period: Period) -> tuple[Series, ...]:
     )
 
 
+def _pressure(period: Period) -> Series:
+    points = period.of()
+    values = [points[m].gauges.get("pressure") if m in points else None for m in period.moments]
+    known = [value for value in values if value is not None]
+    total = share(known[-1]) if known else "–"
+    return Series(kind=0, label=_("score"), values=values, total=total)
+
+
 def _causes(period: Period) -> tuple[Series, ...]:
     totals = period.by_cause
     return tuple(
@@ -158,6 +176,11 @@ def _last(values: Sequence[float | None]) -> str:
 def whole(value: float) -> str:
     """Return a number of jobs as an axis says it."""
     return number_words(int(value) if value == int(value) else round(value, 1))
+
+
+def share(value: float) -> str:
+    """Return a score as an axis says it."""
+    return number_words(round(value, 2))
 
 
 def _brief(histogram: Counter[int], share: float) -> str:

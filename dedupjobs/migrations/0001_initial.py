@@ -199,6 +199,60 @@ class Migration(migrations.Migration):
             },
         ),
         migrations.CreateModel(
+            name='AlertNotice',
+            fields=[
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('channel', models.CharField(max_length=10)),
+                ('body', models.TextField(help_text='JSON.')),
+                ('made_at', dedupjobs.clock.UtcDateTimeField()),
+                ('due_at', dedupjobs.clock.UtcDateTimeField()),
+                ('tries', models.PositiveIntegerField(default=0)),
+                ('error', models.CharField(blank=True, max_length=300)),
+            ],
+            options={
+                'default_permissions': (),
+            },
+        ),
+        migrations.CreateModel(
+            name='Watch',
+            fields=[
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('at', dedupjobs.clock.UtcDateTimeField()),
+                ('owner', models.CharField(blank=True, max_length=64)),
+                ('score', models.FloatField(default=0.0)),
+                ('penalised', models.BooleanField(default=False)),
+                ('delay', models.FloatField(default=0.0, help_text='Seconds.')),
+                ('growth', models.FloatField(default=0.0)),
+                ('memory', models.FloatField(default=0.0)),
+            ],
+            options={
+                'default_permissions': (),
+            },
+        ),
+        migrations.CreateModel(
+            name='Alert',
+            fields=[
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('kind', models.CharField(max_length=20, verbose_name='kind')),
+                ('subject', models.CharField(blank=True, max_length=200, verbose_name='subject')),
+                ('severity', models.CharField(choices=[('critical', 'critical'), ('warning', 'warning')], max_length=10, verbose_name='severity')),
+                ('words', models.TextField(verbose_name='what it is')),
+                ('cure', models.TextField(blank=True, verbose_name='what to do')),
+                ('is_open', models.BooleanField(default=False, verbose_name='open')),
+                ('times', models.PositiveIntegerField(default=0, verbose_name='times raised')),
+                ('raised_at', dedupjobs.clock.UtcDateTimeField(blank=True, null=True, verbose_name='raised')),
+                ('seen_at', dedupjobs.clock.UtcDateTimeField(blank=True, null=True, verbose_name='last seen')),
+                ('cleared_at', dedupjobs.clock.UtcDateTimeField(blank=True, null=True, verbose_name='cleared')),
+            ],
+            options={
+                'verbose_name': 'alert',
+                'verbose_name_plural': 'alerts',
+                'default_permissions': ('view',),
+                'indexes': [models.Index(fields=['is_open', 'raised_at'], name='dedupjobs_open_alerts')],
+                'constraints': [models.UniqueConstraint(fields=('kind', 'subject'), name='dedupjobs_one_alert')],
+            },
+        ),
+        migrations.CreateModel(
             name='Dashboard',
             fields=[
             ],

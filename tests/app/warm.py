@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -12,7 +13,8 @@ from typing import Any
 
 from django.utils import translation
 
-from dedupjobs import FOREVER, job
+from dedupjobs import FOREVER, job, prefork
+from dedupjobs.lifecycle import statements
 from tests.app.jobs import note
 
 KEPT: list[Any] = []
@@ -39,6 +41,17 @@ def look(*, tag: str) -> dict[str, Any]:
         "stdout": sys.stdout is KEPT[0] if KEPT else False,
         "language": translation.get_language(),
         "parent": os.getppid(),
+    }
+
+
+@job(key="readiness:{tag}", unique_for=FOREVER)
+def readiness(*, tag: str) -> dict[str, Any]:
+    """Return what this process did not have to do for its first run."""
+    return {
+        "pid": os.getpid(),
+        "compiled": len(statements._compiled),
+        "frozen": gc.get_freeze_count(),
+        "ready": prefork._is_ready,
     }
 
 

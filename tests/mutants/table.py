@@ -28,6 +28,8 @@ class Mutant:
 
 CALLS, CLAIMS = "lifecycle/calls.py", "lifecycle/claims.py"
 LEAVING, LOSSES = "lifecycle/leaving.py", "lifecycle/losses.py"
+NEWEST = '{"pk": self.claim.job_pk, "attempts": self.claim.number}'
+RUNNING = '{**newest, "status": Status.RUNNING, **self.guards}'
 OPERATORS, SETTLING = "lifecycle/operators.py", "lifecycle/settling.py"
 
 ALL = [
@@ -182,22 +184,22 @@ ALL = [
         (
             (
                 CLAIMS,
-                "            status__in=WAITING,\n",
-                '            status__in=(*WAITING, "RUNNING"),\n',
+                '        "status__in": WAITING,\n',
+                '        "status__in": (*WAITING, "RUNNING"),\n',
             ),
         ),
     ),
     Mutant(
         "claimed before run_after",
-        ((CLAIMS, "            run_after__lte=DbNow(),\n", ""),),
+        ((CLAIMS, '        "run_after__lte": DbNow(),\n', ""),),
     ),
     Mutant(
         "claimed by a message of an older generation",
         (
             (
                 CLAIMS,
-                "            generation=generation,\n            run",
-                "            run",
+                '        "generation": generation,\n        "run',
+                '        "run',
             ),
         ),
     ),
@@ -209,10 +211,11 @@ ALL = [
                 '    probes.reach("claim.before")\n',
                 '    early = jobs().filter(pk=pk).first()\n    probes.reach("claim.before")\n',
             ),
+            (CLAIMS, "    job,\n", "    job,\n    jobs,\n"),
             (
                 CLAIMS,
-                "    return claim_of(attempt, row)\n\n\ndef claimed_by",
-                "    row.args = early.args\n    return claim_of(attempt, row)\n\n\ndef claimed_by",
+                "    row, attempt = won\n",
+                "    row, attempt = won\n    row.args = early.args\n",
             ),
         ),
     ),
@@ -221,9 +224,8 @@ ALL = [
         (
             (
                 CLAIMS,
-                "lease_until=DbNow(registry.options_of(row.name).lease),",
-                "lease_until=clock.utcnow()\n"
-                "            + timedelta(seconds=registry.options_of(row.name).lease),",
+                '"lease_until": DbNow(lease), "queue',
+                '"lease_until": clock.utcnow() + timedelta(0, lease), "queue',
             ),
             (
                 CLAIMS,
@@ -249,7 +251,7 @@ ALL = [
     ),
     Mutant(
         "claimed although a request waits",
-        ((CLAIMS, "            **UNASKED,\n", ""),),
+        ((CLAIMS, "        **UNASKED,\n", ""),),
         test="test_lifecycle.py::test_claim_while_a_request_waits_takes_nothing",
     ),
     Mutant(
@@ -273,10 +275,11 @@ ALL = [
         (
             (
                 SETTLING,
-                "attempt(pk=claim.fence, outcome=None, **guards)",
-                "attempt(pk=claim.fence, **guards)",
+                'return {"pk": fence, "outcome": None}',
+                'return {"pk": fence}',
             ),
-            (LEAVING, "status=Status.RUNNING, attempts=claim.number, **guards)", "**guards)"),
+            (LEAVING, NEWEST, '{"pk": self.claim.job_pk}'),
+            (LEAVING, RUNNING, "{**newest, **self.guards}"),
         ),
     ),
     Mutant(
@@ -284,8 +287,8 @@ ALL = [
         (
             (
                 SETTLING,
-                "attempt(pk=claim.fence, outcome=None, **guards)",
-                "attempt(pk=claim.fence, **guards)",
+                'return {"pk": fence, "outcome": None}',
+                'return {"pk": fence}',
             ),
         ),
         test="test_lifecycle.py::test_ending_of_an_attempt_that_has_ended_writes_nothing",
@@ -295,8 +298,8 @@ ALL = [
         (
             (
                 LEAVING,
-                "status=Status.RUNNING, attempts=claim.number, **guards)",
-                "attempts=claim.number, **guards)",
+                RUNNING,
+                "{**newest, **self.guards}",
             ),
         ),
         test="test_lifecycle.py::test_ending_of_a_job_that_does_not_run_writes_nothing",
@@ -306,8 +309,8 @@ ALL = [
         (
             (
                 LEAVING,
-                "status=Status.RUNNING, attempts=claim.number, **guards)",
-                "status=Status.RUNNING, **guards)",
+                NEWEST,
+                '{"pk": self.claim.job_pk}',
             ),
         ),
         test="test_lifecycle.py::test_ending_of_a_job_that_has_a_newer_attempt_writes_nothing",
@@ -317,8 +320,8 @@ ALL = [
         (
             (
                 SETTLING,
-                '            rerun_args=None,\n            sets={\n                "result"',
-                '            sets={\n                "result"',
+                'guards={"rerun_args": None})',
+                "guards={})",
             ),
         ),
     ),

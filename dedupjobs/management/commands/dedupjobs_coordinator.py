@@ -6,6 +6,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand
 
+from dedupjobs import vitals
 from dedupjobs.coordinator import Coordinator
 
 
@@ -20,6 +21,13 @@ class Command(BaseCommand):
         stop = threading.Event()
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, lambda *_: stop.set())
+
+        def wait(seconds: float) -> bool:
+            vitals.sign()
+            return stop.wait(seconds)
+
+        if error := vitals.sign():
+            self.stderr.write(f"Who watches this process will miss it: {error}")
         self.stdout.write("Coordinator started.")
-        Coordinator().run(stop.wait)
+        Coordinator().run(wait)
         self.stdout.write("Coordinator stopped.")

@@ -1,0 +1,123 @@
+"""
+Delivering what was raised and cleared: by e-mail to ADMINS, by a POST to a webhook.
+
+Notices wait in a table, so they outlive the process that wrote them. A channel's oldest goes
+first; one that fails is tried again after 1, 2, 4, … 300 s and dropped after TRIES, which the log
+says. Each channel has a thread of its own in a coordinator: one that hangs holds up nothing else,
+and shows as the alert ``untold``.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from django.core.mail import mail_admins
+
+from dedupjobs import clock, conf, signals
+from dedupjobs.alerts import book
+from dedupjobs.alerts.book import MAIL, WEBHOOK
+from dedupjobs.clock import DbNow
+from dedupjobs.visible import line
+
+TRIES = 12  # about half an hour
+LONGEST_PAUSE = 300.0  # seconds
+MAIL_TIMEOUT = 60.0  # seconds after which another coordinator may try, too
+
+
+class Refused(Exception):
+    """The webhook has answered something else than 2xx."""
+
+
+def deliver(channel: str) -> int:
+    """Deliver the notices of a channel that are due, the oldest first; return how many."""
+    done = 0
+    while (notice := book.notices(channel).order_by("pk").first()) is not None:
+        if not _claim(notice):
+            break
+        try:
+            SEND[channel](notice.body)
+        except Exception as error:  # whatever it is, it is the channel's
+            _keep_or_drop(notice, error)
+            break
+        book.notices(channel).filter(pk=notice.pk).delete()
+        done += 1
+    return done
+
+
+def _claim(notice: Any) -> bool:
+    """Take a notice that is due, for the time that a try may last and the pause after it."""
+    timeout = conf.alerts().WEBHOOK_TIMEOUT if notice.channel == WEBHOOK else MAIL_TIMEOUT
+    until = DbNow(timeout + pause(notice.tries))
+    free = book.notices(notice.channel).filter(
+        pk=notice.pk, tries=notice.tries, due_at__lte=DbNow()
+    )
+    return bool(free.update(due_at=until, tries=notice.tries + 1))
+
+
+def pause(tries: int) -> float:
+    """Return the seconds after a try that failed; ``tries``: how many failed before it."""
+    return float(min(2.0**tries, LONGEST_PAUSE))
+
+
+def _keep_or_drop(notice: Any, error: Exception) -> None:
+    mine = book.notices(notice.channel).filter(pk=notice.pk)
+    if notice.tries + 1 >= TRIES:
+        mine.delete()
+        signals.tell(signals.notice_dropped, "", channel=notice.channel, error=error)
+    else:
+        words = line(f"{type(error).__name__}: {error}", 250)
+        mine.update(error=words, due_at=DbNow(pause(notice.tries)))
+
+
+def _mail(body: str) -> None:
+    news = json.loads(body)
+    about = f" ({news['subject']})" if news["subject"] else ""
+    subject = f"dedupjobs: {news['kind']}{about} {news['event']}"
+    text = f"{news['words']}\n\n{news['cure']}\n\nraised {news['raised_at']}"
+    if news["cleared_at"]:
+        text += f"\ncleared {news['cleared_at']}"
+    mail_admins(line(subject, 200), text)
+
+
+def _post(body: str) -> None:
+    """
+    POST to the webhook; raises whatever is wrong.
+
+    WEBHOOK_TIMEOUT bounds the whole: a socket's own time-out would begin anew with every byte.
+    """
+    told = conf.alerts()
+    parts = urlsplit(told.WEBHOOK or "")
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=told.WEBHOOK_TIMEOUT)
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    headers = {"Content-Type": "application/json", "User-Agent": "dedupjobs"}
+    over = threading.Event()
+    try:
+        connection.connect()
+        join = clock.start(lambda: _cut_off(connection.sock, over), name="dedupjobs-webhook-limit")
+        try:
+            connection.request("POST", path, body.encode(), headers)
+            status = connection.getresponse().status
+        finally:
+            over.set()
+            join(told.WEBHOOK_TIMEOUT)
+    finally:
+        connection.close()
+    if status // 100 != 2:  # noqa: PLR2004
+        raise Refused(f"it answered {status}")
+
+
+def _cut_off(sock: Any, over: threading.Event) -> None:
+    if not clock.wait(over, conf.alerts().WEBHOOK_TIMEOUT):
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+SEND: dict[str, Callable[[str], None]] = {MAIL: _mail, WEBHOOK: _post}

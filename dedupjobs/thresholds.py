@@ -1,0 +1,147 @@
+"""What is an alert: the thresholds of ``DEDUPJOBS["ALERTS"]``, and how any threshold is judged."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+KINDS = (
+    "stuck",
+    "stalled",
+    "retries",
+    "dead",
+    "held",
+    "near_lease",
+    "locks_lost",
+    "duplicates",
+    "no_coordinator",
+    "no_worker",
+    "redis_down",
+    "redis_slow",
+    "redis_evicting",
+    "redis_full",
+    "replica_lag",
+    "silent",
+    "clocks",
+    "untold",
+)
+"""All alerts that there are."""
+
+MONTH = 30 * 86_400.0
+
+
+def seconds(default: float) -> Any:
+    """Return a field that holds seconds, or takes a timedelta."""
+    words = "give seconds from 0.001 to 2,592,000, or a timedelta."
+    return _field(default, lambda v: _is_number(_plain(v), 0.001, MONTH), words)
+
+
+def number(default: float, *, low: float, high: float = 1e9) -> Any:
+    """Return a field that holds a number between two bounds."""
+    words = f"give a number from {low:g} to {high:,.0f}."
+    return _field(default, lambda v: _is_number(v, low, high), words)
+
+
+def count(default: int) -> Any:
+    """Return a field that holds how many of something are too many."""
+    words = "give a whole number of at least 1."
+    return _field(default, lambda v: type(v) is int and 1 <= v <= 10**9, words)
+
+
+def share(default: float) -> Any:
+    """Return a field that holds a share of a whole."""
+    return _field(default, lambda v: _is_number(v, 0.001, 1.0), "give a share from 0.001 to 1.")
+
+
+def flag(default: bool) -> Any:
+    """Return a field that is on or off."""
+    return _field(default, lambda v: isinstance(v, bool), "give True or False.")
+
+
+def _field(default: Any, fits: Any, words: str) -> Any:
+    return field(default=default, metadata={"fits": fits, "words": words})
+
+
+def _is_number(value: Any, low: float, high: float) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and low <= value <= high
+
+
+def _plain(value: Any) -> Any:
+    return value.total_seconds() if isinstance(value, timedelta) else value
+
+
+def _is_kinds(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(kind in KINDS for kind in value)
+
+
+def _is_alias(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and bool(value))
+
+
+def _is_address(value: Any) -> bool:
+    if value is None:
+        return True
+    try:
+        parts = urlsplit(value)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except (ValueError, AttributeError, TypeError):
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """``DEDUPJOBS["ALERTS"]``: when something is an alert, and who is told."""
+
+    EVERY: float = seconds(3.0)  # between two looks
+    RAISE_AFTER: float = seconds(10.0)  # that a trouble must last before it is raised
+    CLEAR_AFTER: float = seconds(60.0)  # that it must be gone before it is cleared
+    WITHIN: float = seconds(300.0)  # in which what happens is counted
+    STUCK_FOR: float = seconds(30.0)  # past the end of the lease
+    STALLED_FOR: float = seconds(300.0)  # without an ending, while due jobs do not get fewer
+    RETRIES: int = count(100)  # failed runs of a job
+    DEAD: int = count(1)
+    HELD: int = count(1)
+    NEAR_LEASE: float = number(0.8, low=0.01, high=100.0)  # run time p99, as a share of the lease
+    RUNS: int = count(20)  # of a job, below which its p99 says nothing
+    LOCKS_LOST: int = count(1)
+    DUPLICATES: int = count(1_000)  # calls and messages of a job that were turned away
+    NO_COORDINATOR: float = seconds(30.0)  # since one has looked
+    NO_WORKER_FOR: float = seconds(30.0)  # that a job was due in a queue without a worker
+    WORKER_SILENT: float = seconds(600.0)  # a stock worker may say nothing for seven minutes
+    REDIS_SLOW: float = seconds(0.1)  # for one command
+    EVICTED: int = count(1)  # keys
+    REDIS_FULL: float = share(0.9)  # of maxmemory
+    REPLICA: str | None = _field(None, _is_alias, "name an alias of DATABASES, or None.")
+    REPLICA_LAG: float = seconds(10.0)
+    SILENT: int = count(1)
+    CLOCKS: float = seconds(1.0)  # between two clocks
+    UNTOLD_FOR: float = seconds(60.0)  # that a notice could not be delivered
+    OFF: tuple[str, ...] = _field((), _is_kinds, f"give a tuple of kinds: {', '.join(KINDS)}.")
+    MAIL: bool = flag(True)  # to ADMINS
+    WEBHOOK: str | None = _field(None, _is_address, "give an http or https address, or None.")
+    WEBHOOK_TIMEOUT: float = seconds(5.0)  # for one try, as a whole
+
+
+def problems(kind: Any, given: Any, name: str) -> Iterator[str]:
+    """Yield a sentence per mistake in a mapping of thresholds that settings call ``name``."""
+    if not isinstance(given, Mapping):
+        yield f"{name} is {given!r}; it must be a dict."
+        return
+    known = {f.name: f for f in fields(kind)}
+    for key, value in given.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, 1, 0.5)
+            hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}."
+            yield f"{name}[{key!r}] is not a threshold. {hint}"
+        elif not known[key].metadata["fits"](value):
+            yield f"{name}[{key!r}] = {value!r}: {known[key].metadata['words']}"
+
+
+def made(kind: Any, given: Mapping[str, Any]) -> Any:
+    """Return the thresholds; what is not given has its default."""
+    return kind(**{name: _plain(value) for name, value in given.items()})
