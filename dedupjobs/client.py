@@ -130,6 +130,8 @@ class Outcome:
 
     def _look(self, pause: float | None) -> _Found | None:
         """Read the row once; ``pause`` is None at the last look, which raises."""
+        if self.job.pk is None:
+            raise NoResult(f"{self.job.name} {self.job.key!r}: {self.reason}")
         row = lifecycle.jobs().filter(pk=self.job.pk).first()
         if row is None:
             raise NoResult(f"{self.job.name} {self.job.key!r} has ended and was pruned")

@@ -21,6 +21,7 @@ from dedupjobs import (
     cache,
     clock,
     controls,
+    criteria,
     invalidation,
     levers,
     lifecycle,
@@ -33,7 +34,7 @@ from dedupjobs import (
 )
 from dedupjobs.controls import Rule
 from dedupjobs.coordinator import Coordinator
-from dedupjobs.exceptions import ControlError
+from dedupjobs.exceptions import ControlError, JobConflict, NoResult
 from dedupjobs.heartbeat import Heart
 from dedupjobs.levers import Wish
 from dedupjobs.models import (
@@ -48,7 +49,7 @@ from dedupjobs.models import (
 )
 from dedupjobs.testing import run_pending
 from tests import live
-from tests.app import jobs
+from tests.app import jobs, tasks
 from tests.app.models import Ledger
 from tests.waiting import until
 
@@ -131,6 +132,15 @@ def test_coordinator_lets_paused_rows_wait_and_sends_no_copies() -> None:
             done = coordinator.tick()
             assert (done.handed_over, done.resent) == (0, 0)
     assert live.queued() == []
+
+
+def test_what_was_set_aside_counts_as_waiting_and_not_as_due() -> None:
+    put(PAUSE, queue="default")
+    jobs.record.enqueue(tag="a")
+    assert criteria.backlog("default", most=10).due == 1
+    live.work_off()
+    backlog = criteria.backlog("default", most=10)
+    assert (backlog.waiting, backlog.due, backlog.oldest) == (1, 0, None)
 
 
 def test_pause_of_one_queue_leaves_others_alone() -> None:
@@ -558,6 +568,22 @@ def test_run_now_that_is_turned_away_runs_nothing() -> None:
     put(FILTER, job="testapp.record")
     assert jobs.record.run_now(tag="a").kind is Kind.BLOCKED
     assert not Ledger.objects.exists()
+
+
+def test_outcome_of_a_call_that_was_turned_away_has_no_result_and_no_holder() -> None:
+    put(FILTER, job="testapp.record")
+    outcome = jobs.record.enqueue(tag="a")
+    assert outcome.holder is None
+    with pytest.raises(NoResult, match="'record:a': turned away by control"):
+        outcome.result(timeout=1)
+    with pytest.raises(JobConflict, match="turned away by control"):
+        outcome.raise_for_conflict()
+
+
+def test_task_that_is_turned_away_raises_since_there_is_no_result_to_show() -> None:
+    put(DRAIN, all="")
+    with pytest.raises(JobConflict, match="turned away by control"):
+        tasks.record.enqueue("a")
 
 
 # ---- the status cache
