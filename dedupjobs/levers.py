@@ -255,7 +255,7 @@ def _a_text(target: str) -> None:
     if not target.strip() or len(target) > LONGEST_TARGET or "\x00" in target:
         words = _("%(given)s names nothing: give 1 to %(most)s characters, as a key shows them.")
         raise ControlError(words % {"given": repr(line(target, 60)), "most": LONGEST_TARGET})
-    if any(sign in target for sign in "*?%") or target.startswith("^"):
+    if target.endswith(("*", "%")) or target.startswith("^") or ".*" in target:
         words = _(
             "%(given)s looks like a pattern with wildcards, and none are known here: a key is "
             "compared as it stands, a prefix with the beginning of keys."
@@ -266,6 +266,19 @@ def _a_text(target: str) -> None:
             "%(given)s is a template; give what it makes of the arguments, for example tenant:7."
         )
         raise ControlError(words % {"given": repr(line(target, 60))})
+
+
+def _a_key(target: str) -> None:
+    _a_text(target)
+    if len(target) == LONGEST_TARGET and target.endswith("…"):
+        words = _("%(given)s was cut to be shown; give the key's hash, as the job's page has it.")
+        raise ControlError(words % {"given": repr(line(target, 60))})
+
+
+def _a_scope(target: str) -> None:
+    _a_text(target)
+    if not any(job.scope for job in registry.every()):
+        raise ControlError(_("No job has a scope, so there is no tenant to name."))
 
 
 def _a_group(target: str) -> None:
@@ -288,9 +301,9 @@ def _nothing(target: str) -> None:
 _AIMED: dict[str, Callable[[str], None]] = {
     Aim.JOB: _a_job,
     Aim.QUEUE: _a_queue,
-    Aim.KEY: _a_text,
-    Aim.PREFIX: _a_text,
-    Aim.SCOPE: _a_text,
+    Aim.KEY: _a_key,
+    Aim.PREFIX: _a_key,
+    Aim.SCOPE: _a_scope,
     Aim.GROUP: _a_group,
     Aim.ALL: _nothing,
 }

@@ -748,6 +748,29 @@ def test_time_that_would_keep_an_atomic_jobs_beats_out_is_refused(
     put(kind, 90 if kind == "lease" else 10, job="testapp.record_atomically")
 
 
+@pytest.mark.parametrize(
+    ("about", "words"),
+    [
+        ({"prefix": "order:*"}, "looks like a pattern with wildcards"),
+        ({"prefix": "^order"}, "looks like a pattern with wildcards"),
+        ({"key": "order:.*"}, "looks like a pattern with wildcards"),
+        ({"key": " "}, "names nothing"),
+        ({"key": "x" * 201}, "give 1 to 200 characters"),
+        ({"key": "x" * 199 + "…"}, "give the key's hash"),
+        ({"scope": "{tenant_id}"}, "is a template"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_pattern_that_can_not_be_meant_is_refused(about: dict[str, str], words: str) -> None:
+    with pytest.raises(ControlError, match=words):
+        put(FILTER, **about)
+
+
+def test_key_with_signs_that_patterns_have_can_be_filtered() -> None:
+    put(FILTER, key="record:https://a/?b=%20*c")
+    assert jobs.record.enqueue(tag="https://a/?b=%20*c").kind is Kind.BLOCKED
+
+
 def test_drain_contradicts_a_pause() -> None:
     put(PAUSE, queue="default")
     with pytest.raises(ControlError, match="a pause lets nothing run"):
