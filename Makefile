@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 PYTEST := $(BIN)/python -m pytest -n 2
 APART := $(patsubst %,--ignore=tests/%,simulation mutants faults browser)
 
-.PHONY: help demo test browser simulate mutants verify mariadb matrix faults campaign growth exhaustive check lint types layers migrations format bench bench-observe bench-faults docs reference package clean
+.PHONY: help demo test browser simulate mutants verify mariadb matrix faults campaign growth exhaustive check lint types layers migrations format bench profile bench-observe bench-faults docs reference package clean
 
 help: ## List these commands
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -89,6 +89,9 @@ format: $(VENV)/.dev ## Put code into shape
 
 bench: $(VENV)/.demo ## Compare with plain RQ and with a hand-made decorator
 	$(BIN)/python -m benchmarks $(ARGS)
+
+profile: $(VENV)/.test ## Where the time of a job goes, step by step; ARGS="--write docs/profile.md"
+	$(BIN)/python -m benchmarks.profile $(ARGS)
 
 bench-observe: $(VENV)/.test ## What a scrape of a million rows costs, and metrics and logs a job
 	$(BIN)/python -m benchmarks.observe scrape $(ARGS)

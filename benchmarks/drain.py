@@ -12,8 +12,17 @@ from benchmarks import jobs, stamps, usage
 from benchmarks.stamps import Stamps
 from benchmarks.usage import Usage
 
-WARM_UP = 2  # jobs of the short burst
+WARM_UP = 2  # messages of the short burst
+PER_BATCH = 100  # rows of a message, as DEDUPJOBS["BATCH"] has it
 BY_QUEUE = {"plain RQ": jobs.plain, "hand-made": jobs.hand_made}
+SINGLE = {"dedupjobs": jobs.alone, "fetched together": jobs.deduplicated}
+IN_BATCHES = {
+    "each ending written": jobs.deduplicated,
+    "atomic": jobs.atomic,
+    "group": jobs.grouped,
+    "10 ms, 16 threads": jobs.waiting,
+    "10 ms, one at a time": jobs.waiting_alone,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,15 +32,16 @@ class Burst:
 
 
 def measure(dressing: str, count: str) -> dict[str, float]:
-    """Drain ``count`` jobs; the worker class is the one in the settings."""
+    """Drain ``count`` jobs, or batches; the worker class is the one in the settings."""
+    rows = PER_BATCH if _shares(dressing) else 1
     # By a child, since what it imports and connects must not warm up the worker.
     filling = multiprocessing.get_context("fork").Process(
-        target=_fill, args=(dressing, WARM_UP + int(count))
+        target=_fill, args=(dressing, (WARM_UP + int(count)) * rows)
     )
     filling.start()
     filling.join()
     short, long = _burst(WARM_UP), _burst(None)
-    for burst, wanted in ((short, WARM_UP), (long, int(count))):
+    for burst, wanted in ((short, WARM_UP * rows), (long, int(count) * rows)):
         if burst.ran.count != wanted:
             raise RuntimeError(f"{burst.ran.count} of {wanted} jobs ran")
     more, used = long.ran.count - short.ran.count, long.used - short.used
@@ -43,14 +53,21 @@ def measure(dressing: str, count: str) -> dict[str, float]:
     }
 
 
+def _shares(dressing: str) -> bool:
+    return dressing in IN_BATCHES and IN_BATCHES[dressing].options.batch is not False
+
+
 def _fill(dressing: str, count: int) -> None:
     usage.clear_servers()
+    if dressing in IN_BATCHES:
+        IN_BATCHES[dressing].enqueue_many({"number": number} for number in range(count))
+        return
     queue = django_rq.get_queue("default")
     for number in range(count):
         if dressing in BY_QUEUE:
             queue.enqueue(BY_QUEUE[dressing], number)
         else:
-            jobs.deduplicated.enqueue(number)
+            SINGLE[dressing].enqueue(number)
 
 
 def _burst(max_jobs: int | None) -> Burst:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import wraps
 
@@ -42,3 +43,30 @@ def hand_made(number: int) -> None:
 @job(key="noop:{number}", unique_for=FOREVER)
 def deduplicated(number: int) -> None:
     stamps.mark()
+
+
+@job(key="alone:{number}", unique_for=FOREVER, batch=False)
+def alone(number: int) -> None:
+    stamps.mark()
+
+
+@job(key="grouped:{number}", unique_for=FOREVER, batch="group")
+def grouped(number: int) -> None:
+    stamps.mark()
+
+
+@job(key="atomic:{number}", unique_for=FOREVER, atomic=True)
+def atomic(number: int) -> None:
+    stamps.mark()
+
+
+@job(key="waits:{number}", unique_for=FOREVER)
+def waiting(number: int) -> None:
+    """Wait as for a service that answers in 10 ms."""
+    stamps.mark()
+    time.sleep(0.01)
+
+
+@job(key="waits alone:{number}", unique_for=FOREVER, batch=False)
+def waiting_alone(number: int) -> None:
+    waiting.func(number)

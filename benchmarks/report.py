@@ -12,13 +12,14 @@ from typing import Any
 
 import redis
 
-from benchmarks.rounds import CONTESTANTS, WAYS, Rounds
+from benchmarks.rounds import BATCHED, BULK, CONTESTANTS, WAITING, WAYS, Contestant, Rounds
 from benchmarks.servers import CannotRun
 
 BESIDE = {  # what a drain is compared with
     "times_worker": "plain RQ on Worker",
     "times_simple_worker": "plain RQ on SimpleWorker",
     "times_hand_made": "hand-made on Worker",
+    "times_waiting": WAITING[0].name,
 }
 NOTHING = {"statements": 0, "commits": 0}
 
@@ -27,23 +28,22 @@ Columns = dict[str, Callable[[Row], str]]
 
 
 def summary(
-    database: str, drains: Rounds, enqueues: Rounds, counts: dict[str, Row]
+    database: str, drains: Rounds, enqueues: Rounds, bulks: Rounds, counts: dict[str, Row]
 ) -> dict[str, Any]:
     """Return a row of medians and ratios per contestant and per way to enqueue."""
     return {
         "database": database,
-        "drain": [
+        "drain": [_drained(one, drains, counts) for one in CONTESTANTS],
+        "batches": [_drained(one, drains, counts) for one in (*BATCHED, *WAITING)],
+        "bulk": [
             {
-                "name": one.name,
-                **_medians(drains[one.name]),
-                **{
-                    ratio: _times(drains[one.name], drains[other], "per_second")
-                    for ratio, other in BESIDE.items()
-                },
-                **counts.get(one.dressing, NOTHING),
-                "rounds": drains[one.name],
+                "name": way,
+                **_medians(bulks[way]),
+                "times_plain": _times(bulks[way], bulks[BULK[0]], "new_per_second"),
+                "times_single": _times(bulks[way], bulks[BULK[1]], "duplicate_per_second"),
+                "rounds": bulks[way],
             }
-            for one in CONTESTANTS
+            for way in BULK
         ],
         "enqueue": [
             {
@@ -60,6 +60,19 @@ def summary(
             }
             for way in WAYS
         ],
+    }
+
+
+def _drained(one: Contestant, drains: Rounds, counts: dict[str, Row]) -> Row:
+    return {
+        "name": one.name,
+        **_medians(drains[one.name]),
+        **{
+            ratio: _times(drains[one.name], drains[other], "per_second")
+            for ratio, other in BESIDE.items()
+        },
+        **counts.get(one.dressing, NOTHING),
+        "rounds": drains[one.name],
     }
 
 
@@ -105,7 +118,9 @@ def text(measured: dict[str, Any]) -> str:
     ]
     for found in measured["databases"].values():
         parts += [_table(f"{found['database']}: drain", DRAIN, found["drain"])]
+        parts += [_table(f"{found['database']}: batches of 100", BATCHES, found["batches"])]
         parts += [_table(f"{found['database']}: enqueue", ENQUEUE, found["enqueue"])]
+        parts += [_table(f"{found['database']}: enqueue in bulk", IN_BULK, found["bulk"])]
     return "\n\n".join(parts)
 
 
@@ -145,6 +160,24 @@ DRAIN: Columns = {
     "commands": _figure("redis_commands", 1),
     "SQL": _figure("statements"),
     "commits": _figure("commits"),
+}
+BATCHES: Columns = {
+    "jobs/s": _figure("per_second"),
+    "all rounds": _span,
+    "vs Worker": _figure("times_worker", 1, "×"),
+    "vs SimpleWorker": _figure("times_simple_worker", 1, "×"),
+    "vs 10 ms, one at a time": _figure("times_waiting", 1, "×"),
+    "CPU ms": _figure("cpu_ms", 3),
+    "Redis trips": _figure("redis_trips", 2),
+    "commands": _figure("redis_commands", 1),
+}
+IN_BULK: Columns = {
+    "new/s": _figure("new_per_second"),
+    "vs Queue.enqueue_many": _figure("times_plain", 2, "×"),
+    "CPU µs": _figure("new_cpu_us"),
+    "duplicates/s": _figure("duplicate_per_second"),
+    "vs one by one": _figure("times_single", 2, "×"),
+    "its CPU µs": _figure("duplicate_cpu_us"),
 }
 ENQUEUE: Columns = {
     "new/s": _figure("new_per_second"),

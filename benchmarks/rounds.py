@@ -21,10 +21,12 @@ FAST = 5  # times as many jobs and calls where nothing forks, so that they last 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A way to dress the job, on a worker class."""
+    """A way to dress the job, on a worker class. ``messages``: of its drain, if not the usual."""
 
     dressing: str
     worker: str
+    messages: int = 0
+    threads: int = 1
 
     @property
     def name(self) -> str:
@@ -44,6 +46,23 @@ CONTESTANTS = (
     Contestant("hand-made", "rq.SimpleWorker"),
     Contestant("dedupjobs", "rq.SimpleWorker"),
 )
+BATCHED = (
+    Contestant("each ending written", "rq.SimpleWorker", 10),
+    Contestant("atomic", "rq.SimpleWorker", 20),
+    Contestant("group", "rq.SimpleWorker", 40),
+    Contestant("each ending written", "rq.Worker", 10),
+    Contestant("group", "rq.Worker", 40),
+    Contestant("fetched together", "dedupjobs.worker.DedupWorker", 1_000),
+    Contestant("each ending written", "dedupjobs.worker.DedupWorker", 10),
+    Contestant("atomic", "dedupjobs.worker.DedupWorker", 20),
+    Contestant("group", "dedupjobs.worker.DedupWorker", 40),
+)
+WAITING = (
+    Contestant("10 ms, one at a time", "rq.SimpleWorker", 100),
+    Contestant("10 ms, 16 threads", "rq.SimpleWorker", 10, threads=16),
+)
+BULK = ("Queue.enqueue_many", "dedupjobs one by one", "dedupjobs in bulk")
+CALLS = 5_000  # of a bulk
 WAYS = ("Queue.enqueue", "Queue.enqueue(unique=True)", "dedupjobs")
 
 Rounds = dict[str, list[dict[str, float]]]
@@ -66,15 +85,18 @@ def run(
     counted = measure(environment, "statements")
     drains: Rounds = defaultdict(list)
     enqueues: Rounds = defaultdict(list)
+    bulks: Rounds = defaultdict(list)
     for number in range(rounds):
         _say(f"{name}: round {number + 1} of {rounds}")
-        for one in CONTESTANTS:
-            environment["BENCH_WORKER"] = one.worker
-            count = jobs if one.forks else FAST * jobs
+        for one in (*CONTESTANTS, *BATCHED, *WAITING):
+            environment |= {"BENCH_WORKER": one.worker, "BENCH_THREADS": str(one.threads)}
+            count = one.messages or (jobs if one.forks else FAST * jobs)
             drains[one.name].append(measure(environment, "drain", one.dressing, str(count)))
         for way in WAYS:
             enqueues[way].append(measure(environment, "enqueue", way, str(FAST * jobs)))
-    return {"drains": drains, "enqueues": enqueues, **counted}
+        for way in BULK:
+            bulks[way].append(measure(environment, "bulk", way, str(CALLS)))
+    return {"drains": drains, "enqueues": enqueues, "bulks": bulks, **counted}
 
 
 def measure(environment: dict[str, str], *arguments: str) -> Any:

@@ -16,4 +16,4 @@ CACHES = {"default": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": RE
 RQ_QUEUES = {"default": {"URL": REDIS_URL}}
 RQ = {"WORKER_CLASS": os.environ["BENCH_WORKER"]}
 # The loops here are no web request: on a busy machine they would run into its time budget.
-DEDUPJOBS = {"PUSH_TIMEOUT": 10}
+DEDUPJOBS = {"PUSH_TIMEOUT": 10, "THREADS": int(os.environ.get("BENCH_THREADS", "1"))}

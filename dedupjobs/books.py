@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, cast
 
@@ -34,13 +34,16 @@ PLAIN = frozenset(
 )
 """Fields of a message that a delivery needs; callbacks, retries and the like are not ours."""
 
+FITTING = 0.5  # seconds that messages which are taken together should take
 LONGEST = 128 * 1024  # bytes of a delivery's call, of MOST_ROWS rows, and then some
 JOB_PREFIX = RqJob.redis_job_namespace_prefix
 
 # KEYS: queue, its intermediate list, the next queue, … ARGV[1]: how keys of RQ's jobs begin.
 # ARGV[2]: what exists while all workers are suspended; then it answers 1 and takes nothing.
-# Moves the first id that has a job to its intermediate list; answers {queue, id, the job's hash},
-# or nothing. RQ pops, then reads, and on several queues keeps no intermediate list.
+# Moves the first id that has a job to its intermediate list; answers {queue, id, the job's hash,
+# others}, or nothing. RQ pops, then reads, and on several queues keeps no intermediate list.
+# ARGV[3], ARGV[4]: a description, and how many messages with it may be taken together; others:
+# {id, hash} of those that stand directly behind the first one.
 TAKE = """
 if redis.call('EXISTS', ARGV[2]) == 1 then return 1 end
 for i = 1, #KEYS, 2 do
@@ -48,7 +51,17 @@ for i = 1, #KEYS, 2 do
     local id = redis.call('LMOVE', KEYS[i], KEYS[i + 1], 'LEFT', 'RIGHT')
     if not id then break end
     local job = redis.pcall('HGETALL', ARGV[1] .. id)
-    if not job.err and #job > 0 then return {KEYS[i], id, job} end
+    if not job.err and #job > 0 then
+      local others = {}
+      local function described(key) return redis.pcall('HGET', key, 'description') end
+      while #others + 1 < tonumber(ARGV[4]) and described(ARGV[1] .. id) == ARGV[3] do
+        local next = redis.call('LINDEX', KEYS[i], 0)
+        if not next or described(ARGV[1] .. next) ~= ARGV[3] then break end
+        redis.call('LMOVE', KEYS[i], KEYS[i + 1], 'LEFT', 'RIGHT')
+        others[#others + 1] = {next, redis.call('HGETALL', ARGV[1] .. next)}
+      end
+      return {KEYS[i], id, job, others}
+    end
     redis.call('LREM', KEYS[i + 1], 1, id)
   end
 end
@@ -83,6 +96,7 @@ class Taken:
     raw: dict[bytes, bytes]
     data: bytes = b""
     is_ours: bool = False
+    others: tuple[Taken, ...] = ()  # messages that are run together with this one
 
     @classmethod
     def of(cls, queue: Queue, rq_id: str, raw: dict[bytes, bytes]) -> Taken:
@@ -93,8 +107,28 @@ class Taken:
 
     @property
     def timeout(self) -> int:
-        """RQ's time-out in seconds; -1 for none."""
-        return _number(self.raw, b"timeout") or Queue.DEFAULT_TIMEOUT
+        """RQ's time-out in seconds, of all that are run together; -1 for none."""
+        own = _number(self.raw, b"timeout") or Queue.DEFAULT_TIMEOUT
+        parts = [own, *(other.timeout for other in self.others)]
+        return -1 if -1 in parts else sum(parts)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is a delivery of ours that names one row."""
+        return self.is_ours and isinstance(self.rows, list) and len(self.rows) == 1
+
+    @property
+    def rows(self) -> list[Any]:
+        """What the message names, whatever that is."""
+        return cast(list[Any], json.loads(self.data)[2][0])
+
+    @property
+    def call(self) -> bytes:
+        """The call that runs this message, and those that were taken with it."""
+        if not self.others:
+            return self.data
+        rows = [row for taken in (self, *self.others) for row in taken.rows]
+        return json.dumps([dispatch.BATCH_ENTRY, None, [rows], {}]).encode()
 
 
 def _number(raw: dict[bytes, bytes], name: bytes) -> int:
@@ -117,8 +151,28 @@ def _names_our_entry(data: bytes) -> bool:
     except ValueError:
         return False
     # As RQ writes a call: function, instance, arguments, keywords.
-    ours = isinstance(call, list) and call[:2] == [dispatch.ENTRY, None]
+    ours = isinstance(call, list) and call[1:2] == [None] and call[0] in dispatch.ENTRIES
     return ours and isinstance(call[2], list) and call[3:] == [{}]
+
+
+@dataclass(slots=True)
+class Pace:
+    """
+    How many messages are worth taking at once, by how long the last ones took.
+
+    Short jobs come together, the more the shorter they are; long ones are left to other workers.
+    """
+
+    description: str = ""
+    together: int = 1
+
+    def note(self, description: str, rows: int, seconds: float, *, most: int, least: int) -> None:
+        """
+        Learn from a delivery of so many rows: the next may be twice as long, or has to be shorter.
+        """
+        fitting = int(FITTING / max(seconds / rows, FITTING / most))
+        grown = 2 * rows if description == self.description else 1
+        self.description, self.together = description, max(min(grown, fitting, most), least)
 
 
 class Till:
@@ -129,14 +183,16 @@ class Till:
         self.works = True
         self.is_closed = False  # it has seen that workers are suspended
 
-    def take(self, queues: Iterable[Queue]) -> Taken | None:
-        """Return the first message, if there is one; raises RedisError."""
+    def take(self, queues: Iterable[Queue], pace: Pace | None = None) -> Taken | None:
+        """Return the first message, if there is one, and others like it; raises RedisError."""
+        pace = pace or Pace()
         if not self.works:
             return None
         by_key = {queue.key: queue for queue in queues}
         keys = [key for q in by_key.values() for key in (q.key, q.intermediate_queue_key)]
         try:
-            found = self._script(keys=keys, args=[JOB_PREFIX, WORKERS_SUSPENDED])
+            words = [JOB_PREFIX, WORKERS_SUSPENDED, pace.description, pace.together]
+            found = self._script(keys=keys, args=words)
         except ResponseError as error:
             if not _is_unable(error):  # full, or read-only: it will be well again
                 raise
@@ -145,9 +201,25 @@ class Till:
         self.is_closed = isinstance(found, int)
         if not isinstance(found, list):
             return None
-        key, rq_id, flat = found
-        raw = dict(zip(flat[::2], flat[1::2], strict=True))
-        return Taken.of(by_key[as_text(key)], as_text(rq_id), raw)
+        key, rq_id, flat, others = found
+        queue = by_key[as_text(key)]
+        first = Taken.of(queue, as_text(rq_id), _hash(flat))
+        behind = [Taken.of(queue, as_text(other), _hash(its)) for other, its in others]
+        if behind and not all(taken.is_single for taken in (first, *behind)):
+            self._put_back(queue, behind)  # somebody else has described his own so
+            behind = []
+        return replace(first, others=tuple(behind))
+
+    def _put_back(self, queue: Queue, taken: list[Taken]) -> None:
+        pipeline = queue.connection.pipeline()
+        for one in reversed(taken):
+            pipeline.lrem(queue.intermediate_queue_key, 1, one.rq_id)
+            pipeline.lpush(queue.key, one.rq_id)
+        pipeline.execute()
+
+
+def _hash(flat: list[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _word(part: Any) -> str:
@@ -170,6 +242,7 @@ class Entry:
     job: RqJob
     queue: Queue
     execution: Execution
+    others: tuple[str, ...] = ()  # ids of messages that it runs, too, and that RQ forgets
 
 
 class Books:
@@ -181,10 +254,11 @@ class Books:
         self._ended: list[tuple[Entry, datetime]] = []
         self._told = ""  # the worker's state as Redis has it
 
-    def entry(self, job: RqJob, queue: Queue) -> Entry:
+    def entry(self, job: RqJob, queue: Queue, others: tuple[str, ...] = ()) -> Entry:
         """Return what to begin: the job under a new execution."""
         worker = self._worker
-        return Entry(job, queue, Execution(clock.token(), job.id, worker.connection, worker.name))
+        execution = Execution(clock.token(), job.id, worker.connection, worker.name)
+        return Entry(job, queue, execution, others)
 
     def end(self, entry: Entry) -> None:
         """Note that the delivery was dealt with; written with the next one, or once idle."""
@@ -241,6 +315,9 @@ class Books:
         job.prepare_for_execution(worker.name, pipeline=pipeline)
         pipeline.persist(job.key)
         pipeline.lrem(entry.queue.intermediate_queue_key, 1, job.id)
+        for other in entry.others:
+            pipeline.lrem(entry.queue.intermediate_queue_key, 1, other)
+            pipeline.delete(f"{JOB_PREFIX}{other}")
 
     def _write_end(self, entry: Entry, ended_at: datetime, pipeline: Pipeline) -> None:
         """Ask for dependents, then write that the job has succeeded."""

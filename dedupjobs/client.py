@@ -433,7 +433,11 @@ def _is_missing_table(error: DatabaseError) -> bool:
 
 
 def _hand_over(rows: Sequence[ProcessedJob]) -> None:
-    dispatch.push_on_commit([Delivery.of(row, row.dispatch_id) for row in rows])
+    """Push a message per RQ id; rows that were inserted together may share one."""
+    sharing: dict[str | None, list[ProcessedJob]] = {}
+    for row in rows:
+        sharing.setdefault(row.dispatch_id, []).append(row)
+    dispatch.push_on_commit([Delivery.of_all(group, rq_id) for rq_id, group in sharing.items()])
 
 
 _News = tuple[Signal, str, dict[str, Any]]  # what is to be told, of which job, and the facts

@@ -46,7 +46,8 @@ class Settings:
     HORSE_JOBS: int = 1_000  # deliveries that a DedupWorker's horse runs; 1: one each, as RQ does
     HORSE_MEMORY: int | None = 256 * 1024**2  # bytes that it may grow by; 0 or None: no limit
     HEARTBEAT_FILE: str | None = None  # that workers touch while they are well, for a probe
-    BATCH: int = 100  # rows a sweep reads and messages a pipeline carries
+    BATCH: int = 100  # rows that a sweep reads and a message names, messages of a pipeline
+    THREADS: int = 1  # jobs of a batch that one process runs at a time
     FOREIGN_PICKLE: bool = False  # may a DedupWorker run others' RQ jobs, pickled ones too
     PRUNE_EVERY: float = 3600.0  # between two looks for rows out of retention
     FOLD_EVERY: float = 10.0  # between two moves of the duplicates' counts into the tables

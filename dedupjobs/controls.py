@@ -25,7 +25,7 @@ from django.db.models import F, Q
 from dedupjobs import clock, keys, lifecycle, registry
 from dedupjobs.clock import DbNow
 from dedupjobs.exceptions import GroupUnknown
-from dedupjobs.lifecycle import OPEN, Gate, Refusal, Refused, Terms
+from dedupjobs.lifecycle import OPEN, Gate, Grant, Refusal, Refused
 from dedupjobs.models import Aim, ConcurrencyGroup, Control, ControlKind, ProcessedJob
 from dedupjobs.registry import Options
 
@@ -281,7 +281,7 @@ def _group_text(job: registry.Job[..., Any] | None, args: str) -> str:
     return ""
 
 
-def admit(row: Any) -> Terms:
+def admit(row: Any) -> Grant:
     """
     Let a due row start, inside the transaction that has just taken it, or raise Refused.
 
@@ -296,7 +296,7 @@ def admit(row: Any) -> Terms:
         if limit.room() < 1:
             raise Refused(_refusal(limit, row))
     group = _group_text(registry.find(row.name), row.args)
-    return Terms(
+    return Grant(
         lease=force.options_of(row.name).lease,
         group_hash=group_hash(Aim.GROUP, group) if group else "",
     )

@@ -398,7 +398,7 @@ def _sent_before(queue: str, moment: datetime) -> Any:
 
 def _pages(rows: Any, by: str, *, most: int | None = PAGES) -> Iterator[list[ProcessedJob]]:
     """Yield pages in the order of column ``by``, each from behind the last one; ``most`` pages."""
-    fields = ("pk", "version", "generation", "name", "queue", "dispatch_id", by)
+    fields = ("pk", "version", "generation", "attempts", "name", "queue", "dispatch_id", by)
     size = conf.get().BATCH
     ordered = rows.only(*fields).order_by(by, "pk")
     behind = Q()
@@ -426,15 +426,15 @@ class _Sent:
 
 
 def _send(rows: list[ProcessedJob]) -> _Sent:
-    """Give each row that has not moved on a new RQ id, and push them."""
+    """Give each row that has not moved on a new RQ id, which a batch shares, and push them."""
     deliveries = []
-    for row in rows:
-        sent_as = None
+    for group in dispatch.in_batches(rows):
         with _one_row():
-            sent_as = lifecycle.mark_sent(row.pk, row.version, row.dispatch_id)
-        if sent_as is not None:
-            deliveries.append(Delivery.of(row, sent_as))
-    return _Sent(marked=len(deliveries), pushed=dispatch.push(deliveries, within=PATIENCE))
+            sent_as, mine = lifecycle.mark_sent_together(group)
+            if mine:
+                deliveries.append(Delivery.of_all(mine, sent_as))
+    marked = sum(len(delivery.rows) for delivery in deliveries)
+    return _Sent(marked=marked, pushed=dispatch.push(deliveries, within=PATIENCE))
 
 
 @contextmanager

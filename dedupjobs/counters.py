@@ -154,11 +154,20 @@ def observe(metric: str, *labels: str, seconds: float, number: int = 1) -> None:
         )
 
 
+_fields: dict[tuple[str, tuple[str, ...]], str] = {}  # that were made; those of known names only
+
+
 def _field(metric: str, values: tuple[str, ...], fixed: int = 0) -> str:
     """Return the field of the hash; the first ``fixed`` values are ours."""
+    found = _fields.get((metric, values))
+    if found is not None:
+        return found
     names = METRICS[metric].labels
     bounded = [bounded_label(n, v) for n, v in zip(names, values[fixed:], strict=True)]
-    return "|".join((metric, *values[:fixed], *bounded))
+    made = "|".join((metric, *values[:fixed], *bounded))
+    if tuple(bounded) == values[fixed:] and len(_fields) < OWED:
+        _fields[metric, values] = made
+    return made
 
 
 def bounded_label(label: str, value: str) -> str:
@@ -412,6 +421,7 @@ def _text(value: Any) -> str:
 
 def forget_clients() -> None:
     """Drop the client and what is owed, after a change of settings."""
+    _fields.clear()
     wire.close(_client)
     _budget.reset()
     forget_owed()

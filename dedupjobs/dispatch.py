@@ -28,11 +28,14 @@ from redis.exceptions import RedisError
 from rq import Queue
 from rq.serializers import DefaultSerializer, JSONSerializer
 
-from dedupjobs import clock, conf, controls, lifecycle, probes, signals, wire
+from dedupjobs import clock, conf, controls, lifecycle, probes, registry, signals, wire
 from dedupjobs.exceptions import UnknownQueue
 from dedupjobs.models import ProcessedJob
 
 ENTRY = "dedupjobs.runner.run"  # a path: workers import it, producers never do
+BATCH_ENTRY = "dedupjobs.batches.run"  # of messages that name several rows
+ENTRIES = (ENTRY, BATCH_ENTRY)
+ONE_ROW = " (1 row)"  # at the end of a message's description
 MESSAGE_TTL = 60  # seconds that RQ keeps a finished message; 0 would cost more round trips
 QUEUED_TTL = 7 * 86_400  # a message that was popped and lost leaves its hash behind; not for ever
 FAILURE_TTL = 86_400
@@ -51,8 +54,41 @@ class Delivery:
     @classmethod
     def of(cls, row: ProcessedJob, dispatch_id: str | None) -> Delivery:
         """Return the message of one row."""
-        rows = ((row.pk, row.generation),)
-        return cls(queue=row.queue, dispatch_id=dispatch_id or "", name=row.name, rows=rows)
+        return cls.of_all([row], dispatch_id)
+
+    @classmethod
+    def of_all(cls, rows: Sequence[ProcessedJob], dispatch_id: str | None) -> Delivery:
+        """Return the message of several rows, which are of one job and queue."""
+        return cls(
+            queue=rows[0].queue,
+            dispatch_id=dispatch_id or "",
+            name=rows[0].name,
+            rows=tuple((row.pk, row.generation) for row in rows),
+        )
+
+    @property
+    def entry(self) -> str:
+        """The function that runs it, as a path."""
+        return ENTRY if len(self.rows) == 1 else BATCH_ENTRY
+
+
+def in_batches(rows: Iterable[ProcessedJob]) -> list[list[ProcessedJob]]:
+    """
+    Return the rows as messages may carry them: BATCH of one job and queue at most.
+
+    A row that was tried before in its present generation goes by itself: if it has brought a
+    batch down, it must not bring down the next one.
+    """
+    groups: dict[tuple[str, ...], list[ProcessedJob]] = defaultdict(list)
+    for row in rows:
+        shares = registry.options_of(row.name).batch and row.attempts < row.generation
+        groups[(row.queue, row.name) if shares else (str(row.pk),)].append(row)
+    size = conf.get().BATCH
+    return [
+        group[start : start + size]
+        for group in groups.values()
+        for start in range(0, len(group), size)
+    ]
 
 
 def push_on_commit(deliveries: Sequence[Delivery]) -> None:
@@ -67,7 +103,7 @@ def push_on_commit(deliveries: Sequence[Delivery]) -> None:
 
 def push(deliveries: Iterable[Delivery], *, within: float | None = None) -> int:
     """
-    Push what Redis takes, return how many; the rest is marked unsent, for the coordinator.
+    Push what Redis takes, return how many rows; the rest is marked unsent, for the coordinator.
 
     ``within``: the seconds that each page may take, for a caller that has time; None: what is
     left of the process's budget, for one that serves a request.
@@ -85,7 +121,7 @@ def push(deliveries: Iterable[Delivery], *, within: float | None = None) -> int:
                     probes.reach("push.before")
                     _enqueue(queue, batch)
                     probes.reach("push.after")
-                pushed += len(batch)
+                pushed += sum(len(delivery.rows) for delivery in batch)
             except (RedisError, OSError, UnknownQueue) as error:
                 _leave_to_coordinator(queue, waiting[start:], error)
                 break
@@ -94,9 +130,8 @@ def push(deliveries: Iterable[Delivery], *, within: float | None = None) -> int:
 
 def _leave_to_coordinator(queue: str, unsent: list[Delivery], error: Exception) -> None:
     lifecycle.mark_unsent([delivery.dispatch_id for delivery in unsent])
-    signals.tell(
-        signals.hand_over_failed, unsent[0].name, queue=queue, count=len(unsent), error=error
-    )
+    rows = sum(len(delivery.rows) for delivery in unsent)
+    signals.tell(signals.hand_over_failed, unsent[0].name, queue=queue, count=rows, error=error)
 
 
 def remove(queue: str, dispatch_id: str) -> bool:
@@ -119,20 +154,24 @@ def _enqueue(queue: str, batch: list[Delivery]) -> None:
     pipe.sadd(Queue.redis_queues_keys, producer.queue.key)
     for delivery in batch:
         job = producer.queue.create_job(
-            ENTRY,
+            delivery.entry,
             args=([list(row) for row in delivery.rows],),
             job_id=delivery.dispatch_id,
             timeout=rq_timeout(delivery),
             ttl=QUEUED_TTL,
             result_ttl=MESSAGE_TTL,
             failure_ttl=FAILURE_TTL,
-            description=f"{delivery.name} ({len(delivery.rows)} row)",
+            description=f"{delivery.name}{_count(len(delivery.rows))}",
         )
         job.enqueued_at = clock.utcnow()
         job.save(pipeline=pipe)
         pipe.expire(job.key, QUEUED_TTL)
         producer.queue.push_job_id(job.id, pipeline=pipe)
     pipe.execute()
+
+
+def _count(rows: int) -> str:
+    return ONE_ROW if rows == 1 else f" ({rows} rows)"
 
 
 def rq_timeout(delivery: Delivery) -> int:

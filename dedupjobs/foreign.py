@@ -62,7 +62,8 @@ def _may_be_call(value: Any) -> bool:
 def _is_ours(value: list[Any]) -> bool:
     function, instance, args, kwargs = value
     # RQ unpacks whatever stands for the arguments: of a dict, its keys.
-    return (function, instance, kwargs) == (dispatch.ENTRY, None, {}) and isinstance(args, list)
+    ours = isinstance(function, str) and function in dispatch.ENTRIES
+    return ours and (instance, kwargs) == (None, {}) and isinstance(args, list)
 
 
 def _refusal(what: str) -> ForeignPickle:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import TypeVar, cast
 
 from django.db import DatabaseError, InterfaceError, connections
 
@@ -22,19 +22,61 @@ from dedupjobs.lifecycle import Pulse
 from dedupjobs.locks import Grip
 from dedupjobs.signals import LockEvent
 
+B = TypeVar("B", bound="Beater")
+"""What keeps leases alive: a heart, or the chorus of a batch."""
+
 STOP_WAIT = 2.0  # seconds; a beat that hangs longer in SQL is left to its own time-outs
 
 
-class Heart:
+class Beater:
+    """What beats for leases: ``tick`` is one beat, ``over`` of its pulse the last one."""
+
+    lease: float
+    title: str
+
+    def __init__(self) -> None:
+        self._stop: threading.Event | None = None  # until it starts; making one takes a while
+        self._join: Callable[[float], None] | None = None
+
+    def tick(self) -> Pulse:
+        """Beat once, in the calling thread."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        self._stop = threading.Event()
+        self._join = clock.start(self._run, name=f"dedupjobs-heart-{self.title}")
+
+    def stop(self) -> None:
+        """End the thread and with it its connection; returns after STOP_WAIT at the latest."""
+        if self._stop is not None:
+            self._stop.set()
+        if self._join is not None:
+            self._join(STOP_WAIT)
+
+    def _run(self) -> None:
+        stop = cast(threading.Event, self._stop)
+        try:
+            while not clock.wait(stop, self.lease / 6):
+                try:
+                    if self.tick().over:
+                        return
+                except (DatabaseError, InterfaceError):
+                    connections.close_all()
+        finally:
+            connections.close_all()
+
+
+class Heart(Beater):
     """
     Beats for one attempt, from the process that runs it or from that process's parent.
 
     ``lost`` is set once another one has ended the attempt. ``pulse`` is what the last beat saw.
     ``lock_gone``: the Redis lock was gone or another's. ``tells``: what becomes of the lock; of
-    two hearts of one attempt one does.
+    two hearts of one attempt one does. ``kin``: the owner of a batch, for whose other attempts
+    it beats, too.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - facts of an attempt
         self,
         *,
         job_pk: int,
@@ -43,7 +85,10 @@ class Heart:
         name: str,
         lease: float,
         tells: bool = True,
+        kin: str = "",
     ) -> None:
+        super().__init__()
+        self.title = str(fence)
         self.job_pk = job_pk
         self.fence = fence
         self.owner = owner
@@ -53,12 +98,11 @@ class Heart:
         self.pulse = Pulse()
         self.lock_gone = False
         self._tells = tells
+        self._kin = kin
         self.progress: str | None = None
         self._cutter: Cutter | None = None
         self._set = controls.known().options_of(name)
         self._active = clock.monotonic()
-        self._stop = threading.Event()
-        self._join: Callable[[float], None] | None = None
 
     def touch(self) -> None:
         """Note that the job is active; written by the next beat."""
@@ -73,18 +117,12 @@ class Heart:
         finally:
             self._cutter = None
 
-    def start(self) -> None:
-        self._join = clock.start(self._run, name=f"dedupjobs-heart-{self.fence}")
-
-    def stop(self) -> None:
-        """End the thread and with it its connection; returns after STOP_WAIT at the latest."""
-        self._stop.set()
-        if self._join is not None:
-            self._join(STOP_WAIT)
-
     def tick(self) -> Pulse:
         """Beat once, in the calling thread."""
-        self._take_over_what_is_set()
+        controls.current(at_most=0.0)
+        self.take_over_what_is_set()
+        if self._kin:
+            lifecycle.beat_kin(self._kin, but=self.fence, lease=self.lease)
         pulse = lifecycle.beat(
             self.fence,
             lease=self.lease,
@@ -97,9 +135,9 @@ class Heart:
         probes.reach("beat.done")
         return pulse
 
-    def _take_over_what_is_set(self) -> None:
+    def take_over_what_is_set(self) -> None:
         """Let a lease or time-out that a person has just set reach the attempt while it runs."""
-        now = controls.current(at_most=0.0).options_of(self.name)
+        now = controls.known().options_of(self.name)
         if now.lease != self._set.lease:
             self.lease = now.lease
         if now.timeout != self._set.timeout and (cutter := self._cutter) is not None:
@@ -107,7 +145,10 @@ class Heart:
         self._set = now
 
     def _renew_lock(self) -> None:
-        grip = locks.extend(self.job_pk, self.owner, ttl=self.lease)
+        self.tell_lock(locks.extend(self.job_pk, self.owner, ttl=self.lease))
+
+    def tell_lock(self, grip: Grip) -> None:
+        """Tell what became of the lock when it was to be renewed."""
         if not self._tells:
             return
         if grip is Grip.BUSY:
@@ -130,16 +171,60 @@ class Heart:
             self.lost.set()
             signals.tell(signals.lease_lost, self.name, fence=self.fence, detail="ended by another")
 
-    def _run(self) -> None:
-        try:
-            while not clock.wait(self._stop, self.lease / 6):
-                try:
-                    if self.tick().over:
-                        return
-                except (DatabaseError, InterfaceError):
-                    connections.close_all()
-        finally:
-            connections.close_all()
+
+class Chorus(Beater):
+    """
+    The hearts of a batch: one beat renews the leases of all that have not left.
+
+    ``present``: those whose jobs run; each beats with its own activity and progress.
+    """
+
+    def __init__(self, hearts: Iterable[Heart]) -> None:
+        super().__init__()
+        self._hearts = {heart.fence: heart for heart in hearts}
+        self.lease = min(heart.lease for heart in self._hearts.values())
+        self.title = f"batch-{min(self._hearts)}"
+        self.present: set[Heart] = set()
+        self._renewed = clock.monotonic()
+
+    @property
+    def is_old(self) -> bool:
+        """Whether half of the shortest lease is over since the last beat began."""
+        return clock.monotonic() - self._renewed > self.lease / 2
+
+    def leave(self, heart: Heart) -> None:
+        """Beat for this one no more: its attempt is about to end."""
+        self._hearts.pop(heart.fence, None)
+        self.present.discard(heart)
+
+    def tick(self) -> Pulse:
+        """Beat once for all, in the calling thread; over once nobody is left."""
+        begun, present = clock.monotonic(), set(self.present)
+        controls.current(at_most=0.0)
+        for heart in list(self._hearts.values()):
+            heart.take_over_what_is_set()
+            self.lease = min(self.lease, heart.lease)
+        for heart in present:
+            heart.tick()
+        others = {f: h for f, h in list(self._hearts.items()) if h not in present}
+        if others:
+            self._beat(others)
+        self._renewed = begun
+        return Pulse(over=not self._hearts)
+
+    def _beat(self, hearts: dict[int, Heart]) -> None:
+        pulses = lifecycle.beat_many({f: h.lease for f, h in hearts.items()})
+        alive = []
+        for fence, pulse in pulses.items():
+            hearts[fence].see(pulse)
+            if not pulse.over:
+                alive.append(hearts[fence])
+        held = [(heart.job_pk, heart.owner) for heart in alive]
+        grips = locks.extend_many(held, ttl=self.lease)
+        for heart in alive:
+            if heart.fence in self._hearts:  # else its lock was released meanwhile
+                heart.tell_lock(grips[heart.job_pk])
+        probes.reach("beat.done")
 
 
 class Pacemaker:
@@ -154,13 +239,13 @@ class Pacemaker:
         """``when_idle`` is called once no heart has beaten for a while; it must not raise."""
         self._when_idle = when_idle
         self._changed = threading.Condition()
-        self._heart: Heart | None = None
+        self._heart: Beater | None = None
         self._due = math.inf
         self._wakes = -math.inf  # when the thread looks again, by itself; not yet started
-        self._beating: Heart | None = None
+        self._beating: Beater | None = None
 
     @contextmanager
-    def beating(self, heart: Heart) -> Iterator[Heart]:
+    def beating(self, heart: B) -> Iterator[B]:
         """Let the heart beat while the block runs."""
         with self._changed:
             self._heart, self._due = heart, clock.monotonic() + heart.lease / 6
@@ -186,7 +271,7 @@ class Pacemaker:
                 self._beating, self._wakes = None, -math.inf
                 self._changed.notify_all()
 
-    def _beat(self, heart: Heart) -> None:
+    def _beat(self, heart: Beater) -> None:
         over = False
         try:
             over = heart.tick().over
@@ -198,7 +283,7 @@ class Pacemaker:
                 self._due = math.inf if over else clock.monotonic() + heart.lease / 6
             self._changed.notify_all()
 
-    def _next(self) -> Heart:
+    def _next(self) -> Beater:
         """Return the heart whose beat is due, once there is one."""
         with self._changed:
             while (left := self._due - clock.monotonic()) > 0:
@@ -208,12 +293,12 @@ class Pacemaker:
                         self._when_idle()
                 self._wakes = self._due
                 self._changed.wait(None if left == math.inf else left)
-            self._beating = cast(Heart, self._heart)
+            self._beating = cast(Beater, self._heart)
             return self._beating
 
 
 @contextmanager
-def beating(heart: Heart) -> Iterator[Heart]:
+def beating(heart: B) -> Iterator[B]:
     """Let the heart beat while the block runs."""
     heart.start()
     try:

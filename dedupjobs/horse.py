@@ -28,7 +28,7 @@ from django.core.cache import caches
 from django.db import connections
 
 from dedupjobs import clock, conf, controls, counters, interrupts, load, runner, spans
-from dedupjobs.heartbeat import Heart, Pacemaker
+from dedupjobs.heartbeat import B, Heart, Pacemaker
 from dedupjobs.lifecycle import Claim
 from dedupjobs.models import Aim, ControlKind
 from dedupjobs.registry import Options
@@ -107,7 +107,9 @@ class HorseHost(runner.Host):
     sheet: Sheet = field(default_factory=Sheet)
     pacemaker: Pacemaker = field(default_factory=Pacemaker)
 
-    def claimed(self, claim: Claim, options: Options) -> None:
+    def claimed(
+        self, claim: Claim, options: Options, *, since: float | None = None, alone: bool = True
+    ) -> None:
         self.sheet.write(
             {
                 "fence": claim.fence,
@@ -117,14 +119,16 @@ class HorseHost(runner.Host):
                 "job": controls.canonical(claim.name),
                 "lease": options.lease,
                 "timeout": options.timeout,
-                "since": clock.monotonic(),  # one clock for all processes of a machine
+                # One clock for all processes of a machine.
+                "since": clock.monotonic() if since is None else since,
+                "alone": alone,
             }
         )
 
     def settled(self, claim: Claim) -> None:
         self.sheet.write({})
 
-    def beating(self, heart: Heart) -> AbstractContextManager[Heart]:
+    def beating(self, heart: B) -> AbstractContextManager[B]:
         return self.pacemaker.beating(heart)
 
 
@@ -237,12 +241,18 @@ class Ride:
     answer: Answer | None = None
     killed: str = ""  # why we killed it: "timeout", "shutdown" or "stopped"
     term_sent: float | None = None
+    left: dict[str, Any] = field(default_factory=dict)  # what ran when the horse was let go
 
     @property
     def running(self) -> dict[str, Any]:
         """What is known of the present attempt; nothing if none runs now."""
         facts = self.horse.sheet.read()
         return facts if facts.get("owner", "").startswith(self.owner) else {}
+
+    def acquits(self, claim: Claim) -> bool:
+        """Whether it is known that another attempt of the batch has brought the horse down."""
+        known = self.left.get("alone", False) or self.killed == "timeout"
+        return bool(known and self.left and self.left["fence"] != claim.fence)
 
     @property
     def deadline(self) -> float | None:
@@ -271,6 +281,7 @@ class Ride:
                 name=facts["name"],
                 lease=facts["lease"],
                 tells=False,
+                kin=self.owner if facts["owner"] != self.owner else "",
             )
             self.heart.start()
 

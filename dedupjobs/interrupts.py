@@ -7,15 +7,18 @@ are put back afterwards, or its time-out would never fire again.
 
 from __future__ import annotations
 
+import ctypes
+import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from dedupjobs.exceptions import ShutdownReached, TimeoutReached
+from dedupjobs.exceptions import CutOff, ShutdownReached, TimeoutReached
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 REPEAT = 5.0  # seconds; code that swallows the first alarm gets another one
@@ -40,6 +43,7 @@ class Cutter:
         self.begun = time.monotonic()
         self._guard = threading.Lock()
         self._has_alarm = False
+        self.told: Callable[[], None] = _tell_nobody  # that the time-out has changed
 
     @property
     def left(self) -> float | None:
@@ -63,13 +67,16 @@ class Cutter:
         """Change the time-out in mid-run, from any thread; counted from the beginning."""
         with self._guard:
             self.timeout = timeout
-            if not self._has_alarm:
-                return
             left = self.left
-            if left is None:
+            if self._has_alarm and left is None:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            else:
+            elif self._has_alarm and left is not None:
                 signal.setitimer(signal.ITIMER_REAL, max(left, 0.001), REPEAT)
+        self.told()
+
+
+def _tell_nobody() -> None:
+    """No thread watches this one."""
 
 
 @contextmanager
@@ -77,10 +84,13 @@ def armed(cutter: Cutter) -> Iterator[Cutter]:
     """
     Raise TimeoutReached in the block after its seconds, ShutdownReached on SIGTERM.
 
-    Off the main thread signals can not be used, and the block runs without either.
+    Off the main thread signals can not be used: there a ``Watch`` raises both, if one is kept, and
+    else nobody.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield cutter
+        watch = _watched.by
+        with watch.armed(cutter) if watch else nullcontext():
+            yield cutter
         return
     with _on_term(cutter), _alarm(cutter):
         cutter.armed = True
@@ -149,3 +159,130 @@ def _on_term(cutter: Cutter) -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGTERM) is term:
             signal.signal(signal.SIGTERM, previous)
+
+
+# ---- in threads
+
+
+def _due(cutter: Cutter) -> float:
+    return math.inf if cutter.left is None else time.monotonic() + cutter.left
+
+
+@dataclass(slots=True)
+class _Shift:
+    """What a thread runs. ``due``: when it is to be cut off, by the monotonic clock."""
+
+    cutter: Cutter
+    due: float
+
+
+@dataclass(slots=True)
+class Watch:
+    """
+    Cuts code off that runs in other threads, from the one that waits for them.
+
+    By an asynchronous exception, which a thread sees once it is back from C code: a thread that
+    hangs there is left to whoever watches the process.
+    """
+
+    _shifts: dict[int, _Shift] = field(default_factory=dict)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _wakes: float = math.inf
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Let ``armed`` in this thread be kept by this watch."""
+        _watched.by = self
+        try:
+            yield
+        finally:
+            _watched.by = None
+
+    @contextmanager
+    def armed(self, cutter: Cutter) -> Iterator[None]:
+        """As ``armed``, in a thread that this watch keeps."""
+        me = threading.get_ident()
+        if shutting_down.is_set():
+            raise ShutdownReached("the worker got SIGTERM before the job's code began")
+        try:
+            with self._changed:
+                cutter.armed = True
+                shift = self._shifts[me] = _Shift(cutter, _due(cutter))
+                if shift.due < self._wakes:
+                    self._changed.notify_all()
+            cutter.told = lambda: self._retime(me)
+            yield
+        except CutOff as raised:
+            if not raised.args:  # an asynchronous exception is made without any
+                raise type(raised)(_words(raised, cutter.timeout)) from raised
+            raise
+        finally:
+            self._disarm(cutter, me)
+
+    def _retime(self, me: int) -> None:
+        with self._changed:
+            if (shift := self._shifts.get(me)) is not None:
+                shift.due = _due(shift.cutter)
+                self._changed.notify_all()
+
+    def _disarm(self, cutter: Cutter, me: int) -> None:
+        """Let nothing more be raised here, not even what was raised a moment ago."""
+        while cutter.armed or me in self._shifts:
+            try:
+                with self._changed:
+                    cutter.armed = False
+                    self._shifts.pop(me, None)
+            except CutOff:
+                continue
+        if cutter.timed_out or cutter.shut_down:
+            try:
+                _raise_in(me, None)
+                time.sleep(0)
+            except CutOff:
+                pass
+
+    def wait(self, is_over: Callable[[], bool]) -> None:
+        """Wait until ``is_over``, which ``notify`` has looked at; cut off what takes too long."""
+        with self._changed:
+            while not is_over():
+                now = time.monotonic()
+                for me, shift in self._shifts.items():
+                    if now >= shift.due:
+                        shift.cutter.timed_out = True
+                        shift.due = now + REPEAT
+                        _raise_in(me, TimeoutReached)
+                self._wakes = min((s.due for s in self._shifts.values()), default=math.inf)
+                left = self._wakes - now
+                self._changed.wait(None if left == math.inf else max(left, 0))
+            self._wakes = math.inf
+
+    def notify(self) -> None:
+        """Let ``wait`` look whether it is over."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def cut_all(self) -> None:
+        """Raise ShutdownReached in all code that this watch keeps."""
+        with self._changed:
+            for me, shift in self._shifts.items():
+                shift.cutter.shut_down = True
+                _raise_in(me, ShutdownReached)
+
+
+@dataclass  # without slots, which all threads would share
+class _Watched(threading.local):
+    by: Watch | None = None
+
+
+_watched = _Watched()
+
+
+def _words(raised: CutOff, timeout: float | None) -> str:
+    if isinstance(raised, TimeoutReached):
+        return f"ran longer than its time-out of {timeout:g} s"
+    return "the worker got SIGTERM"
+
+
+def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
+    error = None if kind is None else ctypes.py_object(kind)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)

@@ -24,7 +24,7 @@ from typing import Any
 from django.core.cache import caches
 from django_redis import get_redis_connection
 from redis import Redis
-from redis.exceptions import LockError
+from redis.exceptions import LockError, ResponseError
 from redis.lock import Lock
 
 from dedupjobs import conf, probes, seal, wire
@@ -42,6 +42,52 @@ if redis.call('set', KEYS[1], ARGV[1], 'nx', 'px', ARGV[2])
 end
 redis.call('set', KEYS[2], '', 'nx', 'px', ARGV[3])
 return {0, redis.call('pttl', KEYS[2])}
+"""
+
+
+# The same for the locks and marks of several rows, in turns. ARGV: what the single one has besides
+# its token, and then a token per row. Returns an answer per row.
+TAKE_MANY = """
+local found = {}
+for i = 1, #KEYS / 2 do
+    local lock, mark, token = KEYS[2 * i - 1], KEYS[2 * i], ARGV[2 + i]
+    if redis.call('set', lock, token, 'nx', 'px', ARGV[1]) or redis.call('get', lock) == token then
+        found[i] = {1, redis.call('pttl', mark)}
+    else
+        redis.call('set', mark, '', 'nx', 'px', ARGV[2])
+        found[i] = {0, redis.call('pttl', mark)}
+    end
+end
+return found
+"""
+REPLACE_MANY = """
+local found = {}
+for i = 1, #KEYS / 2 do
+    redis.call('set', KEYS[2 * i - 1], ARGV[1 + i], 'px', ARGV[1])
+    found[i] = 1
+end
+return found
+"""
+EXTEND_MANY = """
+local found = {}
+for i = 1, #KEYS / 2 do
+    found[i] = 0
+    if redis.call('get', KEYS[2 * i - 1]) == ARGV[1 + i] then
+        found[i] = redis.call('pexpire', KEYS[2 * i - 1], ARGV[1])
+    end
+end
+return found
+"""
+RELEASE_MANY = """
+local found = {}
+for i = 1, #KEYS / 2 do
+    found[i] = 0
+    redis.call('del', KEYS[2 * i])
+    if redis.call('get', KEYS[2 * i - 1]) == ARGV[i] then
+        found[i] = redis.call('del', KEYS[2 * i - 1])
+    end
+end
+return found
 """
 
 
@@ -133,6 +179,83 @@ def _own(
     if isinstance(answers[0], Exception):
         return Grip.UNREACHABLE
     return Grip.HELD if answers[0] else Grip.BUSY
+
+
+Held = Sequence[tuple[int, str]]  # row pk, owner
+
+
+def take_many(held: Held, *, ttl: float) -> dict[int, Taken]:
+    """As ``take`` for each row, all in one round trip."""
+    probes.reach("lock.before")
+    answers = _for_each(TAKE_MANY, held, _milliseconds(ttl), WAITED_TTL)
+    probes.reach("lock.after")
+    return {pk: _taken(answer) for (pk, _), answer in zip(held, answers, strict=True)}
+
+
+def _taken(answer: Any) -> Taken:
+    if not isinstance(answer, list):
+        return Taken(Grip.UNREACHABLE)
+    got, left = answer
+    waited = (WAITED_TTL - left) / 1000 if 0 <= left <= WAITED_TTL else None
+    return Taken(Grip.HELD if got else Grip.BUSY, waited)
+
+
+def replace_many(held: Held, *, ttl: float) -> dict[int, Grip]:
+    """As ``replace`` for each row."""
+    return _grips(held, _for_each(REPLACE_MANY, held, _milliseconds(ttl)))
+
+
+def extend_many(held: Held, *, ttl: float) -> dict[int, Grip]:
+    """As ``extend`` for each row."""
+    return _grips(held, _for_each(EXTEND_MANY, held, _milliseconds(ttl)))
+
+
+def release_many(held: Held, *, cargo: Sequence[Cargo] = ()) -> dict[int, Grip]:
+    """As ``release`` for each row, with the marks that somebody waited."""
+    probes.reach("release.before")
+    return _grips(held, _for_each(RELEASE_MANY, held, cargo=cargo))
+
+
+def _grips(held: Held, answers: list[Any]) -> dict[int, Grip]:
+    def grip(answer: Any) -> Grip:
+        if isinstance(answer, BaseException):
+            return Grip.UNREACHABLE
+        return Grip.HELD if answer else Grip.BUSY
+
+    return {pk: grip(answer) for (pk, _), answer in zip(held, answers, strict=True)}
+
+
+def _for_each(script: str, held: Held, *words: int, cargo: Sequence[Cargo] = ()) -> list[Any]:
+    """
+    Return what a script answers per row, or an error; in one round trip.
+
+    One call serves all rows. A cluster refuses that, since their keys are in different slots;
+    then each row has a call of its own.
+    """
+    if not held:
+        return []
+    carried = Load(cargo)
+    try:
+        answers = _called(script, [held], words, carried)
+        if isinstance(answers[0], ResponseError):
+            answers = _called(script, [[one] for one in held], words, Load(()))
+    except UNREACHABLE as error:
+        carried.left_behind(error)
+        return [error] * len(held)
+    return [a for answer in answers for a in (answer if isinstance(answer, list) else [answer])]
+
+
+def _called(script: str, groups: Sequence[Held], words: Sequence[int], carried: Load) -> list[Any]:
+    pipe = _client().pipeline(transaction=False)
+    name = _namer()
+    for group in groups:
+        keys = [name(f"{kind}:{{{pk}}}") for pk, _ in group for kind in ("lock", "waited")]
+        tokens = [_token(pk, owner) for pk, owner in group]
+        pipe.eval(script, len(keys), *keys, *words, *tokens)
+    carried.load(pipe)
+    answers: list[Any] = pipe.execute(raise_on_error=False)
+    carried.arrived(answers)
+    return answers[: len(groups)]
 
 
 def clear(pk: int) -> None:
@@ -259,8 +382,14 @@ def _advice(ask: Callable[[], Grip]) -> Grip:
 
 def _name(name: str) -> str:
     """Return a key as cache.lock makes it."""
+    return _namer()(name)
+
+
+def _namer() -> Callable[[str], str]:
+    """Return what makes a key of a name, for many of them."""
     cache: Any = caches[conf.get().LOCK_CACHE]
-    return str(cache.client.make_key(f"{conf.get().PREFIX}:{name}"))
+    make_key, prefix = cache.client.make_key, conf.get().PREFIX
+    return lambda name: str(make_key(f"{prefix}:{name}"))
 
 
 def _leader(ttl: float) -> Lock:

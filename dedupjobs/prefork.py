@@ -40,7 +40,8 @@ def get_ready() -> None:
     global _is_ready  # noqa: PLW0603 - once per process
     _is_ready = True
     with suppress(Exception):  # wrong settings are a check's business, and the job's
-        import_module(dispatch.ENTRY.rpartition(".")[0])
+        for entry in dispatch.ENTRIES:
+            import_module(entry.rpartition(".")[0])
         hardening.harden_connections()
         caches[conf.get().LOCK_CACHE]
         locks.get_ready()

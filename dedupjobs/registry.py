@@ -63,6 +63,7 @@ class Options:
     max_lost: int = 3
     on_redis_error: str = "database"
     atomic: bool = False
+    batch: bool | str = True
     debounce: float | None = None
     max_wait: float | None = None
     retain_for: float = 30 * 86_400.0
@@ -74,6 +75,11 @@ class Options:
     def beat_every(self) -> float:
         """Seconds between two heartbeats: a sixth of the lease."""
         return self.lease / 6
+
+    @property
+    def gathers(self) -> bool:
+        """Whether successes of a batch may wait to be written together."""
+        return self.batch == "group"
 
     @property
     def newest_wins(self) -> bool:
@@ -412,9 +418,19 @@ def job(  # noqa: PLR0913 - the options of a decorator
                 f"{chosen}: a coroutine reaches the database from another thread, by another "
                 "connection, so atomic=True could not undo its writes; write it without async"
             )
+        _check_group(made.options, chosen)
         return _add(made)
 
     return register
+
+
+def _check_group(options: Options, job: str) -> None:
+    if options.batch == "group" and (options.atomic or options.on_lost == "hold"):
+        raise JobDefinitionError(
+            f"{job}: batch='group' is for jobs that may be repeated: after a crash, those that "
+            "had ended within the last moment run again. It can not go with atomic=True or "
+            "on_lost='hold'."
+        )
 
 
 def get(name: str) -> Job[..., Any]:
@@ -470,6 +486,11 @@ def every() -> list[Job[..., Any]]:
 def names() -> list[str]:
     """Return the names of all jobs of this process."""
     return sorted(_jobs)
+
+
+def by_name() -> dict[str, Job[..., Any]]:
+    """Return all jobs of this process by their names, present and former ones."""
+    return {**_former, **_jobs}
 
 
 def options_of(name: str) -> Options:
@@ -670,6 +691,14 @@ def _flag(value: Any, what: str) -> bool:
     return value
 
 
+def _batch(value: Any, what: str) -> bool | str:
+    if isinstance(value, bool):
+        return value
+    if value == "group":
+        return "group"
+    raise JobDefinitionError(f"{what}={value!r}; give True, False or 'group'")
+
+
 def _lease(value: Any, what: str) -> float:
     if value is None:
         raise JobDefinitionError(f"{what}=None; a lease must end, or a crash is never seen")
@@ -744,6 +773,7 @@ _OPTION: dict[str, Callable[[Any, str], Any]] = {
     "max_lost": _whole,
     "on_redis_error": _one_of("database"),
     "atomic": _flag,
+    "batch": _batch,
     "debounce": _positive_or_none,
     "max_wait": _positive_or_none,
     "retain_for": _positive,

@@ -55,7 +55,7 @@ from dedupjobs.endings import (
     Succeeded,
 )
 from dedupjobs.exceptions import ArgumentError, GroupUnknown
-from dedupjobs.heartbeat import Heart, Pacemaker, beating
+from dedupjobs.heartbeat import B, Heart, Pacemaker, beating
 from dedupjobs.invalidation import News
 from dedupjobs.lifecycle import Claim, Note, Place, Refusal, Refused
 from dedupjobs.locks import Grip, Taken
@@ -84,14 +84,20 @@ class Host:
     rq_id: str = ""
     pays_when_idle: bool = False  # it tells what was counted although no other job may come
 
-    def claimed(self, claim: Claim, options: Options) -> None:
-        """A row is claimed and about to run."""
+    def claimed(
+        self, claim: Claim, options: Options, *, since: float | None = None, alone: bool = True
+    ) -> None:
+        """
+        A row is claimed and about to run, or runs ``since`` then, by the monotonic clock.
+
+        ``alone``: no other one runs in this process.
+        """
 
     def settled(self, claim: Claim) -> None:
         """Its ending is written, or somebody else's stands."""
 
-    def beating(self, heart: Heart) -> AbstractContextManager[Heart]:
-        """Keep its lease alive while it runs."""
+    def beating(self, heart: B) -> AbstractContextManager[B]:
+        """Keep its lease, or those of its batch, alive while it runs."""
         return beating(heart)
 
 
@@ -102,8 +108,8 @@ class Resident(Host):
     pays_when_idle: bool = True
     pacemaker: Pacemaker = field(default_factory=lambda: Pacemaker(when_idle=counters.pay))
 
-    def beating(self, heart: Heart) -> AbstractContextManager[Heart]:
-        """Keep its lease alive while it runs."""
+    def beating(self, heart: B) -> AbstractContextManager[B]:
+        """Keep its lease, or those of its batch, alive while it runs."""
         return self.pacemaker.beating(heart)
 
 
@@ -131,22 +137,34 @@ def _be_new() -> None:
 os.register_at_fork(after_in_child=_be_new)
 
 
+Rows = list[tuple[int, int]]  # pk, generation
+
+
 def run(deliveries: list[list[int]]) -> None:
     """Run the rows of an RQ message, ``[[pk, generation], …]``, one after the other."""
+    serve(deliveries, one_by_one)
+
+
+def serve(deliveries: list[list[int]], run_all: Callable[[Rows, str], None]) -> None:
+    """Run the rows of an RQ message in the way of ``run_all``, which is told their owner."""
     hardening.harden_connections()
     fields.worker = fields.worker or _rq_worker()
     reset_queries()  # under DEBUG Django keeps every statement, in a worker for ever
     _settle_in()
-    owner = host.owner or clock.token()
     try:
-        for index, (pk, generation) in enumerate(_checked(deliveries)):
-            if interrupts.shutting_down.is_set():
-                lifecycle.mark_unsent([host.rq_id or _rq_id()])
-                return
-            deliver(pk, generation, owner=owner if len(deliveries) == 1 else f"{owner}.{index}")
+        run_all(_checked(deliveries), host.owner or clock.token())
     finally:
         stats.flush()  # a horse's memory ends with its run
         spans.flush()
+
+
+def one_by_one(rows: Rows, owner: str) -> None:
+    """Run rows one after the other, each claimed when its turn has come."""
+    for index, (pk, generation) in enumerate(rows):
+        if interrupts.shutting_down.is_set():
+            lifecycle.mark_unsent([rq_id()])
+            return
+        deliver(pk, generation, owner=owner if len(rows) == 1 else f"{owner}.{index}")
 
 
 def deliver(pk: int, generation: int, *, owner: str, lock: bool = True) -> Status | None:
@@ -178,14 +196,14 @@ def _deliver(pk: int, generation: int, owner: str, *, lock: bool) -> Status | No
     signals.tell(signals.attempt_started, claim.name, claim=claim)
     begun = clock.monotonic()
     with spans.consuming(claim) as span, host.beating(heart):
-        ending, status = perform(claim, heart, borrowed=_in_transaction())
+        ending, status = perform(claim, heart, borrowed=in_transaction())
         if span is not None:
             error = ending.error.type if isinstance(ending, Failed) else ""
             span.ended(outcome_of(ending), status, error)
     host.settled(claim)
     with invalidation.gathering() as news:
         tell_end(claim, ending, status, clock.monotonic() - begun)
-    _free_lock(claim, grip, status, heart, news)
+    free_lock(claim, grip, status, heart, news)
     _let_next_in(claim)
     if isinstance(ending, Interrupted) and ending.reraise:
         raise KeyboardInterrupt
@@ -206,14 +224,15 @@ def _checked(deliveries: Any) -> list[tuple[int, int]]:
     )
 
 
-def _in_transaction() -> bool:
+def in_transaction() -> bool:
+    """Whether we run inside somebody's transaction."""
     return connections[lifecycle.alias()].in_atomic_block
 
 
 def _is_taken(pk: int) -> bool:
     """Return whether the row is not waiting: then a busy lock tells the truth."""
     waiting = lifecycle.jobs().filter(pk=pk, status__in=WAITING)
-    return not _persist(lambda first: waiting.all().exists(), patience=CLAIM_PATIENCE)
+    return not persist(lambda first: waiting.all().exists(), patience=CLAIM_PATIENCE)
 
 
 def _claimed(pk: int, generation: int, owner: str, taken: Taken) -> Claim | None:
@@ -230,19 +249,24 @@ def _claimed(pk: int, generation: int, owner: str, taken: Taken) -> Claim | None
 
 def _claim_surely(pk: int, generation: int, owner: str, lock_wait: float | None) -> Claim | None:
     """Claim; where COMMIT had no reply, look for the attempt by its owner before another try."""
-    place = Place(
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        rq_id=host.rq_id or _rq_id(),
-        lock_wait=lock_wait,
-    )
+    place = place_of(lock_wait)
 
     def look_or_claim(first: bool) -> Claim | None:
         if not first and (found := lifecycle.claimed_by(owner)):
             return found[0]
         return _claim(pk, generation, owner, place)
 
-    return _persist(look_or_claim, patience=CLAIM_PATIENCE)
+    return persist(look_or_claim, patience=CLAIM_PATIENCE)
+
+
+def place_of(lock_wait: float | None = None) -> Place:
+    """Return where an attempt of this process runs."""
+    return Place(host=socket.gethostname(), pid=os.getpid(), rq_id=rq_id(), lock_wait=lock_wait)
+
+
+def rq_id() -> str:
+    """Return the id of the message that is being run, or an empty text."""
+    return host.rq_id or _rq_id()
 
 
 def _claim(pk: int, generation: int, owner: str, place: Place) -> Claim | None:
@@ -295,14 +319,14 @@ def _drop(pk: int, owner: str, grip: Grip) -> None:
         queue=queue,
         traceparent=traceparent,
     )
-    _tell_lock(name, pk, _AT_FIRST[grip], None)
+    tell_lock(name, pk, AT_FIRST[grip], None)
     if grip is Grip.HELD:
         locks.release(pk, owner, cargo=[counters.payment(due=host.pays_when_idle)])
     elif grip is Grip.BUSY and not host.pays_when_idle:
         counters.pay()
 
 
-_AT_FIRST = {
+AT_FIRST = {
     Grip.HELD: LockEvent.ACQUIRED,
     Grip.BUSY: LockEvent.BUSY,
     Grip.UNREACHABLE: LockEvent.UNREACHABLE,
@@ -310,20 +334,21 @@ _AT_FIRST = {
 }
 
 
-def _tell_lock(name: str, pk: int, event: LockEvent | None, claim: Claim | None) -> None:
+def tell_lock(name: str, pk: int, event: LockEvent | None, claim: Claim | None) -> None:
+    """Tell what became of a row's lock, if anything did."""
     if event is not None:
         signals.tell(signals.lock_moved, name, job_pk=pk, event=event, claim=claim)
 
 
 def _hold_lock(claim: Claim, grip: Grip, options: Options) -> None:
-    event = _AT_FIRST[grip]
+    event = AT_FIRST[grip]
     if grip is Grip.BUSY:
         grip = locks.replace(claim.job_pk, claim.owner, ttl=options.lease)
-        event = LockEvent.TAKEN_OVER if grip is Grip.HELD else _AT_FIRST[grip]
+        event = LockEvent.TAKEN_OVER if grip is Grip.HELD else AT_FIRST[grip]
     elif grip is Grip.HELD and options.lease != FIRST_LEASE:
         grip = locks.extend(claim.job_pk, claim.owner, ttl=options.lease)
-        event = _AT_FIRST[grip] if grip is Grip.UNREACHABLE else event
-    _tell_lock(claim.name, claim.job_pk, event, claim)
+        event = AT_FIRST[grip] if grip is Grip.UNREACHABLE else event
+    tell_lock(claim.name, claim.job_pk, event, claim)
 
 
 # ---- the run
@@ -340,27 +365,34 @@ def perform(claim: Claim, heart: Heart, *, borrowed: bool) -> tuple[Ending, Stat
     if job is None:
         reason = f"no job called {claim.name!r} is known to this worker; deploy it, then retry"
         parked = Parked(reason=reason)
-        return parked, _settle_surely(claim, parked, Note(reason=reason), None)
+        return parked, settle_surely(claim, parked, Note(reason=reason), None)
     if job.options.atomic:
-        return _perform_atomically(job, claim, heart, borrowed=borrowed)
+        return perform_atomically(job, claim, heart, borrowed=borrowed)
     attempt = Attempt(claim, heart)
     ending, note = execution.execute(job, claim, attempt, heart, borrowed=borrowed)
+    return conclude(attempt, claim, ending, note, job, heart)
+
+
+def conclude(
+    attempt: Attempt, claim: Claim, ending: Ending, note: Note, job: Job[..., Any], heart: Heart
+) -> tuple[Ending, Status | None]:
+    """Settle how a function that is not atomic has ended; return the ending that stands."""
     if attempt.completed:
         return _after_own_completion(claim, ending, note, job, heart)
-    return ending, _settle_surely(claim, ending, note, job)
+    return ending, settle_surely(claim, ending, note, job)
 
 
 def _after_own_completion(
     claim: Claim, ending: Ending, note: Note, job: Job[..., Any], heart: Heart
 ) -> tuple[Ending, Status | None]:
     """Read what became of ``attempt.complete()``, which the function's own COMMIT decides."""
-    outcome = _persist(lambda first: lifecycle.outcome_of(claim.fence), patience=heart.lease)
+    outcome = persist(lambda first: lifecycle.outcome_of(claim.fence), patience=heart.lease)
     if outcome == AttemptOutcome.SUCCEEDED:
         return Succeeded(result="null"), _status_of(claim)
     if isinstance(ending, Succeeded) or _is_of_connection(ending):  # it was not committed
         ending = Interrupted(reason="the transaction with its completion was not committed")
         note = execution.note_of(ending, note.run_time)
-    return ending, _settle_surely(claim, ending, note, job)
+    return ending, settle_surely(claim, ending, note, job)
 
 
 def _is_of_connection(ending: Ending) -> bool:
@@ -372,7 +404,7 @@ def _status_of(claim: Claim) -> Status:
     return Status(lifecycle.jobs().values_list("status", flat=True).get(pk=claim.job_pk))
 
 
-def _perform_atomically(
+def perform_atomically(
     job: Job[..., Any], claim: Claim, heart: Heart, *, borrowed: bool
 ) -> tuple[Ending, Status | None]:
     """Function and settle in one transaction: its effects and its success, or neither."""
@@ -401,7 +433,7 @@ def _perform_atomically(
         ending, note, done = _after_doubtful_commit(claim, job, error, heart)
         if done:
             return ending, _status_of(claim)
-    return ending, _settle_surely(claim, ending, note, job)
+    return ending, settle_surely(claim, ending, note, job)
 
 
 class _UndoError(Exception):
@@ -420,7 +452,7 @@ def _after_doubtful_commit(
     signals.tell(signals.settle_troubled, claim.name, claim=claim, error=error)
     if isinstance(error, CONNECTION_ERRORS):
         queries.drop_connections()
-    outcome = _persist(lambda first: lifecycle.outcome_of(claim.fence), patience=heart.lease)
+    outcome = persist(lambda first: lifecycle.outcome_of(claim.fence), patience=heart.lease)
     ending: Ending
     if outcome == AttemptOutcome.SUCCEEDED:
         return Succeeded(result="null"), lifecycle.NO_NOTE, True
@@ -480,23 +512,24 @@ def _pause(options: Options, failures: int) -> float:
     return Exponential()(failures, clock.uniform)
 
 
-def _settle_surely(
-    claim: Claim, ending: Ending, note: Note, job: Job[..., Any] | None
+def settle_surely(
+    claim: Claim, ending: Ending, note: Note, job: Job[..., Any] | None, *, tried: bool = False
 ) -> Status | None:
     """
     Settle; where COMMIT had no reply, read the attempt before another try.
 
     Tried for as long as the lease would last without us; then the coordinator recovers the job.
+    ``tried``: a COMMIT of ours may have settled it already.
     """
     lease = controls.known().options_of(claim.name).lease
 
     def read_or_settle(first: bool) -> Status | None:
-        outcome = None if first else lifecycle.outcome_of(claim.fence)
+        outcome = None if first and not tried else lifecycle.outcome_of(claim.fence)
         if outcome is None:
             return settle(claim, ending, note, job)
         return None if outcome in LOST_TO_ANOTHER else _status_of(claim)
 
-    status = _persist(read_or_settle, patience=lease, claim=claim)
+    status = persist(read_or_settle, patience=lease, claim=claim)
     if status is None and (late := outcome_of(ending)):
         lifecycle.note_late(claim.fence, late)
     return status
@@ -516,7 +549,7 @@ def outcome_of(ending: Ending) -> AttemptOutcome | None:
     }.get(type(ending))
 
 
-def _persist(ask: Callable[[bool], T], *, patience: float, claim: Claim | None = None) -> T:
+def persist(ask: Callable[[bool], T], *, patience: float, claim: Claim | None = None) -> T:
     """
     Ask the database, again on a fresh connection while it is out of reach, up to ``patience`` s.
 
@@ -550,7 +583,7 @@ def _pauses() -> Iterator[float]:
 # ---- after the run
 
 
-def _free_lock(claim: Claim, grip: Grip, status: Status | None, heart: Heart, news: News) -> None:
+def free_lock(claim: Claim, grip: Grip, status: Status | None, heart: Heart, news: News) -> None:
     """
     Release the lock, or leave it to show and filter until the retry is due.
 
@@ -575,8 +608,8 @@ def _free_lock(claim: Claim, grip: Grip, status: Status | None, heart: Heart, ne
     else:
         freed = locks.release(claim.job_pk, claim.owner, waited=False, cargo=cargo)
     if freed is Grip.HELD:
-        _tell_lock(claim.name, claim.job_pk, event, claim)
-    elif freed is Grip.BUSY and not _has_successor(claim, status):
+        tell_lock(claim.name, claim.job_pk, event, claim)
+    elif freed is Grip.BUSY and not has_successor(claim, status):
         heart.miss_lock()
         counters.pay()
 
@@ -591,7 +624,7 @@ def _let_next_in(claim: Claim) -> None:
         transaction.on_commit(wake, using=lifecycle.alias(), robust=True)
 
 
-def _has_successor(claim: Claim, status: Status | None) -> bool:
+def has_successor(claim: Claim, status: Status | None) -> bool:
     """Whether the lock may be another's because this attempt had ended when that one began."""
     later = lifecycle.attempts().filter(job_id=claim.job_pk, number__gt=claim.number)
     try:

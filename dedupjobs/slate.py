@@ -19,6 +19,7 @@ from typing import Any
 from django.db import connections
 
 from dedupjobs import clock
+from dedupjobs.batches import crew
 
 MOST_DAEMONS = 8  # threads that libraries keep (a reporter of errors, a pool); more are a leak
 
@@ -99,7 +100,11 @@ def _folder() -> str:
 
 
 def _left_behind() -> str:
-    threads = [t for t in threading.enumerate() if t is not threading.main_thread()]
+    threads = [
+        t
+        for t in threading.enumerate()
+        if t is not threading.main_thread() and not t.name.startswith(crew.NAME)
+    ]
     lasting = [t for t in threads if not t.daemon]
     if lasting:
         return f"the thread {lasting[0].name!r} is still there"

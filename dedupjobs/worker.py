@@ -56,7 +56,7 @@ from dedupjobs import (
     runner,
     vitals,
 )
-from dedupjobs.books import Books, Entry, Taken, Till
+from dedupjobs.books import Books, Entry, Pace, Taken, Till
 from dedupjobs.coordinator import Coordinator
 from dedupjobs.endings import Ending, Error, Failed, Interrupted, Stopped
 from dedupjobs.foreign import Guarded, Serializer, guarded
@@ -69,6 +69,7 @@ IDLE_WAIT = 2  # seconds that an idle worker blocks in Redis before it looks at 
 HEARTBEAT_EVERY = 10.0  # seconds between what RQ writes nine times a job; its own patience is 60
 MOST_RAISED = 3_000  # bytes of a traceback; so short a message is never cut in a pipe
 RQ_GRACE = 60.0  # seconds after which RQ's worker kills a horse that its alarm has not ended
+BATCH_DIED = "its process died while it ran another job of the batch"
 
 
 class DedupWorker(Worker):
@@ -85,6 +86,8 @@ class DedupWorker(Worker):
             queue.job_class, queue.serializer = self.job_class, Serializer
         self._books = Books(self)
         self._till = Till(self.connection)
+        self._pace = Pace()
+        self._counts = False  # messages: then they are taken one by one
         self._taken: Taken | None = None
         self._raised: str | None = None
         self._horse: Horse | None = None
@@ -95,6 +98,10 @@ class DedupWorker(Worker):
         self._is_warm = False  # in a horse that runs more than one delivery
 
     # ---- life of the worker
+
+    def work(self, *args: Any, **kwargs: Any) -> bool:
+        self._counts = kwargs.get("max_jobs") is not None
+        return super().work(*args, **kwargs)
 
     def bootstrap(self, *args: Any, **kwargs: Any) -> None:
         self._demand_one_slot()
@@ -176,10 +183,10 @@ class DedupWorker(Worker):
         self, timeout: int | None, *args: Any, **kwargs: Any
     ) -> tuple[RqJob, Queue] | None:
         with self._without_redis(), self._despite_rubbish():
-            taken = self._till.take(self._ordered_queues)
+            taken = self._till.take(self._ordered_queues, self._pace)
             if taken is None and self._till.is_closed:
                 self.check_for_suspension(burst=timeout is None)
-                taken = self._till.take(self._ordered_queues)
+                taken = self._till.take(self._ordered_queues, self._pace)
             if taken is not None:
                 return self._receive(taken)
         self._write_books()
@@ -268,7 +275,7 @@ class DedupWorker(Worker):
 
     def _run(self, job: RqJob, taken: Taken) -> None:
         """Let a horse run a delivery of ours; what RQ is to know is written meanwhile."""
-        entry = self._books.entry(job, taken.queue)
+        entry = self._books.entry(job, taken.queue, tuple(t.rq_id for t in taken.others))
         self._state = WorkerStatus.BUSY
         self.executions[entry.execution.id] = entry.execution
         order = Order(
@@ -277,7 +284,7 @@ class DedupWorker(Worker):
             execution_id=entry.execution.id,
             queue=taken.queue.name,
             timeout=taken.timeout,
-            data=taken.data,
+            data=taken.call,
         )
         ride = self._ride = Ride(order.owner, self._mounted(order), clock.monotonic())
         with suppress(Exception):  # rubbish in it is RQ's affair; the delivery is on its way
@@ -286,8 +293,19 @@ class DedupWorker(Worker):
         entry.execution._job = job
         self._write_books(entry)
         self._watch(ride, job, entry.execution)
+        self._learn(taken, clock.monotonic() - ride.begun)
         self._dismount(ride, job, entry)
         self.set_state(WorkerStatus.IDLE)
+
+    def _learn(self, taken: Taken, seconds: float) -> None:
+        """Note how many such messages may be taken together next time."""
+        description = taken.raw.get(b"description", b"").decode(errors="replace")
+        found = registry.find(description.removesuffix(dispatch.ONE_ROW))
+        settings = conf.get()
+        most = settings.BATCH if found and found.options.batch and not self._counts else 1
+        least = min(settings.THREADS, most)
+        rows = 1 + len(taken.others)
+        self._pace.note(description, rows, seconds, most=most, least=least)
 
     def _refuse(self, job: RqJob, queue: Queue) -> None:
         """Put a message that RQ could not even read where people find it."""
@@ -314,14 +332,15 @@ class DedupWorker(Worker):
     def _dismount(self, ride: Ride, job: RqJob, entry: Entry) -> None:
         """Take down what became of a delivery, and of its horse."""
         ride.rest()
+        ride.left = ride.running
         self._horse_pid, self._ride = 0, None
         self.executions.pop(entry.execution.id, None)
         if ride.answer is None:
             self._let_horse_go()
-            self._bury_rider(ride, job, entry.queue, entry.execution)
+            self._bury_rider(ride, job, entry)
             return
-        if ride.running:
-            self._bury(ride, job.id)
+        if ride.left:
+            self._bury(ride, [job.id, *entry.others])
         if leaves := ride.answer.leaves:
             self.log.info("Worker %s: horse %d leaves: %s", self.name, ride.horse.pid, leaves)
             self._let_horse_go()
@@ -340,14 +359,14 @@ class DedupWorker(Worker):
             self._horse.dismiss()
             self._horse = None
 
-    def _bury_rider(self, ride: Ride, job: RqJob, queue: Queue, execution: Execution) -> None:
+    def _bury_rider(self, ride: Ride, job: RqJob, entry: Entry) -> None:
         """Bury what a dead horse has left open, and let RQ's books show its end."""
         if self._stopped_job_id == job.id:
             ride.killed = "stopped"
-        self._bury(ride, job.id)
+        self._bury(ride, [job.id, *entry.others])
         status = cast(int, ride.horse.status)  # it was reaped
         with self._without_redis():
-            self._tell_rq(job, queue, execution, status)
+            self._tell_rq(job, entry.queue, entry.execution, status)
 
     def _watch(self, ride: Ride, job: RqJob, execution: Execution) -> None:
         """Return once the horse has answered or died. Each look takes GLANCE s, and no SQL."""
@@ -382,12 +401,12 @@ class DedupWorker(Worker):
         job.started_at = now()
         self._watch(ride, job, execution)
         ride.rest()
-        open_left = bool(ride.running)
+        ride.left = ride.running
         ride.horse.close()
         self._horse_pid, self._ride = 0, None
         self.executions.pop(execution.id, None)
-        if ride.horse.status != os.EX_OK or open_left:
-            self._bury_rider(ride, job, queue, execution)
+        if ride.horse.status != os.EX_OK or ride.left:
+            self._bury_rider(ride, job, Entry(job, queue, execution))
 
     # ---- in a horse
 
@@ -484,15 +503,15 @@ class DedupWorker(Worker):
         with suppress(ProcessLookupError):
             os.kill(ride.horse.pid, signum)
 
-    def _bury(self, ride: Ride, rq_id: str) -> None:
+    def _bury(self, ride: Ride, rq_ids: list[str]) -> None:
         """End the attempts that the dead horse has left open: we have reaped it, so it is dead."""
         try:
             controls.current()
             with counters.gathering():
                 for claim in lifecycle.claimed_by(ride.owner):
-                    self._bury_one(claim, ride.killed)
+                    self._bury_one(claim, ride.killed, innocent=ride.acquits(claim))
                     asides.freed(claim)
-            lifecycle.mark_unsent([rq_id])  # rows that it had not claimed yet have no message now
+            lifecycle.mark_unsent(rq_ids)  # rows that it had not claimed yet have no message now
             coordinator.Coordinator().hand_over([q.name for q in self.queues])
         except (DatabaseError, InterfaceError) as error:
             self.log.error(
@@ -503,9 +522,12 @@ class DedupWorker(Worker):
         finally:
             connections.close_all()
 
-    def _bury_one(self, claim: Claim, killed: str) -> None:
+    def _bury_one(self, claim: Claim, killed: str, *, innocent: bool) -> None:
+        """End an attempt of a dead horse; ``innocent``: another row of its batch was running."""
         job = registry.find(claim.name)
         ending = _ending_of(killed, job.options if job else Options())
+        if innocent:
+            ending = Interrupted(reason=BATCH_DIED) if claim.began else None
         if ending is not None:
             status = runner.settle(claim, ending, execution.note_of(ending, None), job)
             if status is not None:

@@ -50,6 +50,7 @@ OPTIONS = {
     "max_lost": "losses after which it is DEAD",
     "on_redis_error": "what Redis's absence means; database: nothing",
     "atomic": "function and success share one transaction",
+    "batch": "may share messages, claims and transactions; `group`: its successes, too",
     "debounce": "seconds that calls must have stopped for",
     "max_wait": "seconds after the first call at which a debounced job runs at all events",
     "retain_for": "seconds that a final row is kept",

@@ -28,6 +28,7 @@ def test_defaults_are_those_of_the_design() -> None:
         "HORSE_MEMORY": 256 * 1024**2,
         "HEARTBEAT_FILE": None,
         "BATCH": 100,
+        "THREADS": 1,
         "FOREIGN_PICKLE": False,
         "PRUNE_EVERY": 3600.0,
         "FOLD_EVERY": 10.0,

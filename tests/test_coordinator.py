@@ -62,7 +62,7 @@ def message_ids(*outcomes: object) -> list[str | None]:
 
 
 def test_coordinator_hands_over_due_rows_oldest_first_and_no_row_before_its_time() -> None:
-    due = [jobs.record.enqueue(tag=f"due {n}") for n in range(3)]
+    due = [jobs.record_alone.enqueue(tag=f"due {n}") for n in range(3)]
     later = jobs.record.enqueue(tag="later")
     with live.rq_client() as client:
         client.flushdb()
@@ -76,7 +76,7 @@ def test_coordinator_hands_over_due_rows_oldest_first_and_no_row_before_its_time
 
 
 def test_coordinators_handing_over_at_once_send_one_message_per_row() -> None:
-    outcomes = [jobs.record.enqueue(tag=f"race {n}") for n in range(20)]
+    outcomes = [jobs.record_alone.enqueue(tag=f"race {n}") for n in range(20)]
     with live.rq_client() as client:
         client.flushdb()
     for outcome in outcomes:
@@ -84,6 +84,33 @@ def test_coordinators_handing_over_at_once_send_one_message_per_row() -> None:
     sent = together(*[lambda: Coordinator().hand_over(["default"]) for _ in range(3)])
     assert sum(sent) == 20
     assert sorted(live.queued()) == sorted(message_ids(*outcomes))
+
+
+def test_coordinators_handing_over_at_once_name_each_row_in_one_message() -> None:
+    outcomes = [jobs.record.enqueue(tag=f"race {n}") for n in range(20)]
+    with live.rq_client() as client:
+        client.flushdb()
+    for outcome in outcomes:
+        live.unsent(outcome, run_after=-1)
+    sent = together(*[lambda: Coordinator().hand_over(["default"]) for _ in range(3)])
+    assert sum(sent) == 20
+    assert set(live.queued()) == set(message_ids(*outcomes))
+    assert live.work_off() <= 3
+    assert {live.row_of(outcome).status for outcome in outcomes} == {Status.SUCCEEDED}
+    assert {live.row_of(outcome).attempts for outcome in outcomes} == {1}
+
+
+def test_row_that_was_tried_before_is_sent_by_itself() -> None:
+    outcomes = [jobs.record.enqueue(tag=f"tried {n}") for n in range(3)]
+    with live.rq_client() as client:
+        client.flushdb()
+    for outcome in outcomes:
+        live.unsent(outcome, run_after=-1)
+    live.unsent(outcomes[1], run_after=-1, attempts=1)
+    assert Coordinator().hand_over(["default"]) == 3
+    alone, first, second = message_ids(outcomes[1], outcomes[0], outcomes[2])
+    assert set(live.queued()) == {alone, first}
+    assert first == second != alone
 
 
 def test_rows_of_an_unknown_queue_more_than_a_page_block_none_behind_them() -> None:
@@ -436,7 +463,9 @@ def test_wiped_redis_has_all_waiting_rows_sent_again_at_once(coordinator: Coordi
         with live.rq_client() as client:
             client.flushdb()
         assert coordinator.tick().resent == 26
-        assert sorted(live.queued() + live.queued("high")) == sorted(message_ids(*outcomes))
+        sent = live.queued() + live.queued("high")
+        assert len(sent) == 4, "ten rows share a message"
+        assert set(sent) == set(message_ids(*outcomes))
         assert coordinator.tick().resent == 0
 
 
@@ -494,7 +523,7 @@ def test_foreign_jobs_crowding_the_head_of_a_queue_make_no_copies_and_hide_no_lo
 
 
 def test_lost_row_is_sent_once_per_interval_by_however_many_coordinators() -> None:
-    outcomes = [jobs.record.enqueue(tag=f"lost {n}") for n in range(20)]
+    outcomes = [jobs.record_alone.enqueue(tag=f"lost {n}") for n in range(20)]
     with live.rq_client() as client:
         client.delete("rq:queue:default")
     for outcome in outcomes:

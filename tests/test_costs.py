@@ -11,7 +11,7 @@ from django.conf import settings
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from dedupjobs import cache, clock, runner, stats
+from dedupjobs import batches, cache, clock, runner, stats
 from dedupjobs.models import Kind, ProcessedJob, Status
 from dedupjobs.testing import run_pending
 from tests import live
@@ -20,6 +20,7 @@ from tests.servers import Valkey
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
+READ = 8 * 1024  # bytes that the server reads at once, at the least, if they are there
 PATIENT = {"PUSH_TIMEOUT": 10, "LOCK_TIMEOUT": 10, "LISTEN": "never"}
 
 
@@ -39,6 +40,11 @@ def reads(server: redis.Redis) -> int:
     return int(server.info("stats")["total_reads_processed"])
 
 
+def heard(server: redis.Redis) -> int:
+    """Return how many bytes the server has been sent."""
+    return int(server.info("stats")["total_net_input_bytes"])
+
+
 class Costs:
     """Counts a block's SQL statements on our tables, transactions, and round trips to Redis."""
 
@@ -46,6 +52,7 @@ class Costs:
         self._server = server
 
     def __enter__(self) -> Costs:
+        self._heard = heard(self._server)
         self._before = reads(self._server)
         self._captured = CaptureQueriesContext(connection)
         self._captured.__enter__()
@@ -54,6 +61,7 @@ class Costs:
     def __exit__(self, *raised: Any) -> None:
         self._captured.__exit__(*raised)
         self.trips = reads(self._server) - self._before - 1
+        self.bytes = heard(self._server) - self._heard
         texts = [query["sql"] for query in self._captured]
         self.transactions = sum(text.startswith("COMMIT") for text in texts)
         self.statements = [text.split(maxsplit=1)[0] for text in texts if "dedupjobs_" in text]
@@ -102,6 +110,43 @@ def test_job_costs_four_statements_at_most_in_two_transactions_and_two_round_tri
     assert costs.transactions == (0 if connection.vendor == "postgresql" else 2)
     assert costs.trips == 2
     assert set(ProcessedJob.objects.values_list("status", flat=True)) == {Status.SUCCEEDED}
+
+
+@pytest.mark.parametrize("size", [2, 10, 100])
+def test_group_batch_of_any_size_costs_six_statements_and_three_round_trips_at_most(
+    server: redis.Redis, size: int
+) -> None:
+    def make() -> list[ProcessedJob]:
+        calls = [{"tag": clock.token()} for _ in range(size)]
+        return [outcome.job for outcome in jobs.do_nothing_in_group.enqueue_many(calls)]
+
+    made = iter([make() for _ in range(4)])
+
+    def run_all() -> None:
+        batches.run([[row.pk, row.generation] for row in next(made)])
+
+    costs = cheapest(server, run_all)
+    if connection.vendor == "postgresql":
+        assert len(costs.statements) <= 6
+        assert costs.transactions <= 2
+    assert costs.trips <= 3 + costs.bytes // READ, "a long pipeline is read in several parts"
+    assert set(ProcessedJob.objects.values_list("status", flat=True)) == {Status.SUCCEEDED}
+
+
+def test_batch_that_writes_each_ending_costs_a_statement_for_each(server: redis.Redis) -> None:
+    def make() -> list[ProcessedJob]:
+        calls = [{"tag": clock.token()} for _ in range(20)]
+        return [outcome.job for outcome in jobs.do_nothing.enqueue_many(calls)]
+
+    made = iter([make() for _ in range(4)])
+
+    def run_all() -> None:
+        batches.run([[row.pk, row.generation] for row in next(made)])
+
+    costs = cheapest(server, run_all)
+    if connection.vendor == "postgresql":
+        assert len(costs.statements) <= 2 + 20
+    assert costs.trips <= 3 + 20 + costs.bytes // READ
 
 
 def test_call_of_a_new_key_costs_a_read_an_insert_and_a_push(server: redis.Redis) -> None:

@@ -263,8 +263,8 @@ def test_batch_reaches_redis_only_at_the_outermost_commit(
             outcomes = jobs.record.enqueue_many(calls)
         assert nothing_in_redis()
     queued = [i.decode() for i in redis_client.lrange("rq:queue:default", 0, -1)]
-    assert sorted(queued) == sorted(str(outcome.job.dispatch_id) for outcome in outcomes)
-    assert len(queued) == 120
+    assert set(queued) == {outcome.job.dispatch_id for outcome in outcomes}
+    assert len(queued) == 2, "a hundred rows share a message"
 
 
 @committing

@@ -71,6 +71,7 @@ def test_options_have_the_designs_defaults() -> None:
         "max_lost": 3,
         "on_redis_error": "database",
         "atomic": False,
+        "batch": True,
         "debounce": None,
         "max_wait": None,
         "retain_for": 30 * 86_400.0,

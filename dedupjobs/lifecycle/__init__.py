@@ -17,22 +17,37 @@ ending passes. 0 rows: somebody else decided; then nothing is written, and None 
 A rerun that waits when a run ends turns each arrow to a final status into one to PENDING.
 
 Read on in ``calls``, ``claims``, ``settling``, ``losses``, ``operators``, ``retention``; they share
-``rows`` and ``leaving``. ``sending`` notes which rows have a message. ``statements`` makes the SQL
+``rows`` and ``leaving``. ``batches`` does for many rows at once what ``claims`` and ``settling`` do
+for one. ``sending`` notes which rows have a message. ``statements`` makes the SQL
 of the busiest arrows cheap; it decides nothing.
 """
 
 from __future__ import annotations
 
 from dedupjobs.lifecycle import claims, settling
+from dedupjobs.lifecycle.batches import (
+    Apart,
+    Done,
+    Terms,
+    Wanted,
+    beat_kin,
+    beat_many,
+    began,
+    claim_many,
+    complete_many,
+    end_attempt,
+    move_jobs,
+    return_many,
+)
 from dedupjobs.lifecycle.calls import Answer, enqueue, enqueue_many
 from dedupjobs.lifecycle.claims import (
     OPEN,
     Gate,
+    Grant,
     Place,
     Pulse,
     Refusal,
     Refused,
-    Terms,
     beat,
     begin,
     claim,
@@ -78,6 +93,7 @@ from dedupjobs.lifecycle.sending import (
     forget_mark,
     is_aside,
     mark_sent,
+    mark_sent_together,
     mark_unsent,
     marks,
     new_dispatch_id,
@@ -104,16 +120,18 @@ __all__ = [  # noqa: RUF022 - in the order a job meets them
     "values_of",
     "codes", "waited_in_vain", "mark_transaction", "assert_unbroken",
     "Answer", "enqueue", "enqueue_many",
-    "Change", "Claim", "Place", "Terms", "Refusal", "Refused", "Gate", "OPEN",
+    "Change", "Claim", "Place", "Grant", "Refusal", "Refused", "Gate", "OPEN",
     "claim", "claimed_by", "begin",
     "Pulse", "beat", "look", "lock_open", "renew",
     "Note", "NO_NOTE", "complete", "fail", "give_up", "snooze", "interrupt", "unclaim", "stop",
     "park", "outcome_of", "note_late",
+    "Terms", "Wanted", "claim_many", "began", "beat_many", "beat_kin", "Done", "complete_many",
+    "Apart", "end_attempt", "move_jobs", "return_many",
     "Lost", "bury", "reclaim",
     "cancel", "hold", "retry", "unhold", "limit",
     "cancel_alike", "hold_alike", "retry_alike", "unhold_alike", "limit_alike",
     "Pruned", "prunable", "free_tombstones", "held", "prune", "purge",
-    "new_dispatch_id", "mark_sent", "mark_unsent",
+    "new_dispatch_id", "mark_sent", "mark_sent_together", "mark_unsent",
     "BEYOND", "aside_mark", "is_aside", "set_aside", "aside", "release", "marks", "forget_mark",
 ]  # fmt: skip
 

@@ -68,7 +68,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class Grant:
     """What a claim is granted: a lease in seconds. ``group_hash``: the group it counts in."""
 
     lease: float
@@ -97,8 +97,8 @@ class Refused(Exception):
         self.refusal = refusal
 
 
-def _by_its_options(row: Any) -> Terms:
-    return Terms(lease=registry.options_of(row.name).lease)
+def _by_its_options(row: Any) -> Grant:
+    return Grant(lease=registry.options_of(row.name).lease)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Gate:
     jobs ``names`` and the ``queues``.
     """
 
-    admit: Callable[[Any], Terms] = _by_its_options
+    admit: Callable[[Any], Grant] = _by_its_options
     names: tuple[str, ...] = ()
     queues: tuple[str, ...] = ()
 
@@ -205,11 +205,11 @@ def _claim_step_by_step(
         if row is None:
             return None
         probes.reach("claim.row_won")
-        terms = gate.admit(row)
+        grant = gate.admit(row)
         delay = _seconds_between(max(row.run_after, row.enqueued_at), row.started_at)
-        given = {**begun, **_of_the_job(row.pk, row.attempts, terms.lease, delay)}
-        if terms.group_hash:
-            given["group_hash"] = terms.group_hash
+        given = {**begun, **_of_the_job(row.pk, row.attempts, grant.lease, delay)}
+        if grant.group_hash:
+            given["group_hash"] = grant.group_hash
         attempt = insert(JobAttempt, alias(), returning=MADE, **given)
         probes.reach("claim.uncommitted")
     return row, attempt
@@ -309,6 +309,10 @@ def look(fence: int) -> Pulse:
     row = found.values_list("outcome", "job__cancel_requested", "job__hold_requested").first()
     if row is None:  # not visible yet to this connection: no proof of anything
         return Pulse()
-    outcome, cancel, hold = row
+    return pulse_of(*row)
+
+
+def pulse_of(outcome: str | None, cancel: bool, hold: bool) -> Pulse:
+    """Return what an attempt's outcome, and what is asked of its job, mean to who runs it."""
     lost = outcome in (AttemptOutcome.LOST, AttemptOutcome.RETURNED)
     return Pulse(lost=lost, over=outcome is not None, cancel=cancel, hold=hold)

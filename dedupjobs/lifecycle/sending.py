@@ -47,6 +47,26 @@ def mark_sent(pk: int, version: int, dispatch_id: str | None) -> str | None:
         return sent_as if row.update(dispatch_id=sent_as, dispatched_at=DbNow()) else None
 
 
+def mark_sent_together(rows: Sequence[ProcessedJob]) -> tuple[str, list[ProcessedJob]]:
+    """
+    Give waiting rows one new RQ id; return it, and those that have not moved on meanwhile.
+
+    Guarded as ``mark_sent`` is, by what was read of each row.
+    """
+    probes.reach("mark_sent.before")
+    sent_as = new_dispatch_id()
+    waiting = jobs().filter(pk__in=[row.pk for row in rows], status__in=WAITING)
+    with transaction.atomic(using=alias()):
+        found = skip_locked(waiting.order_by("pk")).values_list("pk", "version", "dispatch_id")
+        present = {pk: (version, rq_id) for pk, version, rq_id in found}
+        mine = [row for row in rows if present.get(row.pk) == (row.version, row.dispatch_id)]
+        # On SQLite, which has one writer, nobody can have come between.
+        waiting.filter(pk__in=[row.pk for row in mine]).update(
+            dispatch_id=sent_as, dispatched_at=DbNow()
+        )
+    return sent_as, mine
+
+
 def mark_unsent(dispatch_ids: Sequence[str]) -> int:
     """
     Forget hand-overs that failed, so that the coordinator's next round makes them again.

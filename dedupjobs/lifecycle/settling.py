@@ -45,7 +45,7 @@ def complete(
     claim: Claim, result: str, *, unique_for: timedelta | None, note: Note = NO_NOTE
 ) -> Status | None:
     """RUNNING → SUCCEEDED, or PENDING if a rerun waits. The success holds the key from now."""
-    succeed = _success(claim, result, unique_for)
+    succeed = success_of(claim, result, unique_for)
 
     def move() -> Status | None:
         return succeed.by_itself() or take_up(claim)
@@ -53,7 +53,8 @@ def complete(
     return _settle(claim, AttemptOutcome.SUCCEEDED, note, move, usually=succeed)
 
 
-def _success(claim: Claim, result: str, unique_for: timedelta | None) -> Leaving:
+def success_of(claim: Claim, result: str, unique_for: timedelta | None) -> Leaving:
+    """Return how a job leaves by its success, unless a rerun waits."""
     until = DbNow(unique_for or 0) if unique_for is not FOREVER else None
     sets = {
         "result": result,
@@ -69,7 +70,7 @@ def get_ready() -> None:
     """Compile what a success needs; asks the database nothing."""
     mine, ended = _open(0), _ended(AttemptOutcome.SUCCEEDED, Note(run_time=0.0))
     for unique_for in (FOREVER, timedelta(1)):
-        success = _success(NOBODY, "", unique_for)
+        success = success_of(NOBODY, "", unique_for)
         if together.serves(alias()):
             together.ending(alias(), (mine, ended), (success.where, success.to))
         else:

@@ -76,18 +76,20 @@ class Statement:
 
     def row(self, alias: str, slots: Slots) -> dict[str, Any] | None:
         """Return the first row of the answer by its columns' names, or None."""
+        return next(iter(self.rows(alias, slots)), None)
+
+    def rows(self, alias: str, slots: Slots) -> list[dict[str, Any]]:
+        """Return the answer's rows by their columns' names."""
         connection = connections[alias]
         # Whatever cuts this off, the cursor is closed: on SQLite it would hold the write lock.
         with connection.cursor() as cursor:
             cursor.execute(self.sql, self._bound(slots, connection))
-            rows = cursor.fetchall()
-        if not rows:
-            return None
-        values = list(rows[0])
-        for place, convert, expression in self.converters:
-            for one_of in convert:
-                values[place] = one_of(values[place], expression, connection)
-        return dict(zip(self.columns, values, strict=True))
+            found = [list(values) for values in cursor.fetchall()]
+        for values in found:
+            for place, convert, expression in self.converters:
+                for one_of in convert:
+                    values[place] = one_of(values[place], expression, connection)
+        return [dict(zip(self.columns, values, strict=True)) for values in found]
 
     def _bound(self, slots: Slots, connection: Any) -> list[Any]:
         return [
@@ -191,7 +193,7 @@ def insert(
     if computed is None:
         return None
     given = {name: value for name, value in values.items() if not isinstance(value, DbNow)}
-    return instance(model, alias, {**_defaults(model), **given, **computed})
+    return instance(model, alias, {**defaults(model), **given, **computed})
 
 
 def insertion(
@@ -231,7 +233,8 @@ def inserting(
 
 
 @lru_cache
-def _defaults(model: type[models.Model]) -> Values:
+def defaults(model: type[models.Model]) -> Values:
+    """Return what a new row of a model has in columns that are not given."""
     return {f.attname: f.get_default() for f in model._meta.concrete_fields}
 
 

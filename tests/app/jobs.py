@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -513,3 +514,58 @@ def break_query(*, tag: str) -> None:
 def log_a_line(*, tag: str) -> None:
     """Write a log line of the job's own."""
     logging.getLogger("shop").warning("charging")
+
+
+# ---- for batches: what ``acts`` has for a tag is done by the job, in the process of the test
+
+acts: dict[str, Callable[[], Any]] = {}
+
+
+def act(tag: str) -> str:
+    note(tag, str(current_attempt().number))
+    acts.get(tag, str)()
+    return tag
+
+
+@job(key="turn:{tag}", unique_for=FOREVER, lease=1.5, timeout=3, backoff=0.1, on_conflict="rerun")
+def act_in_turn(*, tag: str, text: str = "") -> str:
+    return act(tag)
+
+
+@job(
+    key="group:{tag}", unique_for=FOREVER, lease=1.5, timeout=3, backoff=0.1, on_conflict="rerun",
+    batch="group",
+)  # fmt: skip
+def act_in_group(*, tag: str, text: str = "") -> str:
+    return act(tag)
+
+
+@job(
+    key="together:{tag}", unique_for=FOREVER, lease=6, timeout=1, backoff=0.1, on_conflict="rerun",
+    atomic=True,
+)  # fmt: skip
+def act_atomically(*, tag: str, text: str = "") -> str:
+    return act(tag)
+
+
+@job(key="nothing:{tag}", unique_for=FOREVER)
+def do_nothing(*, tag: str) -> None: ...
+
+
+@job(key="no group:{tag}", unique_for=FOREVER, batch="group")
+def do_nothing_in_group(*, tag: str) -> None: ...
+
+
+@job(key="alone:{tag}", unique_for=FOREVER, batch=False)
+def record_alone(*, tag: str) -> None:
+    note(tag)
+
+
+@job(key="nap:{tag}", unique_for=FOREVER, lease=2, timeout=60, batch="group")
+def wait_in_group(*, tag: str, release: str) -> None:
+    wait.func(tag=tag, release=release)
+
+
+@job(key="careful nap:{tag}", unique_for=FOREVER, lease=60, timeout=15, atomic=True)
+def wait_atomically(*, tag: str, release: str) -> None:
+    wait.func(tag=tag, release=release)

@@ -372,7 +372,7 @@ ALL = [
         (
             (
                 "runner.py",
-                "outcome = None if first else lifecycle.outcome_of(claim.fence)",
+                "outcome = None if first and not tried else lifecycle.outcome_of(claim.fence)",
                 "outcome = None",
             ),
         ),
