@@ -22,6 +22,7 @@ from dedupjobs import (
     clock,
     controls,
     criteria,
+    interrupts,
     invalidation,
     levers,
     lifecycle,
@@ -32,9 +33,10 @@ from dedupjobs import (
     runner,
     signals,
 )
+from dedupjobs.batches import crew
 from dedupjobs.controls import Rule
 from dedupjobs.coordinator import Coordinator
-from dedupjobs.exceptions import ControlError, JobConflict, NoResult
+from dedupjobs.exceptions import ControlError, JobConflict, NoResult, TimeoutReached
 from dedupjobs.heartbeat import Heart
 from dedupjobs.levers import Wish
 from dedupjobs.models import (
@@ -226,6 +228,34 @@ def _named(call: Any, name: str) -> Any:
     return replace(call, name=name)
 
 
+@pytest.mark.parametrize("about", [{"queue": "default"}, {"job": "testapp.record"}], ids=str)
+def test_rows_of_one_message_are_all_set_aside_and_all_run_after_the_pause(
+    about: dict[str, str],
+) -> None:
+    pause = put(PAUSE, **about)
+    outcomes = jobs.record.enqueue_many([{"tag": tag} for tag in "abc"])
+    assert live.work_off() == 1
+    assert all(is_aside(outcome) for outcome in outcomes)
+    assert not JobAttempt.objects.exists()
+    end(pause)
+    tick()
+    live.work_off()
+    assert {live.row_of(outcome).status for outcome in outcomes} == {Status.SUCCEEDED}
+
+
+def test_rows_of_one_message_heed_the_limit_of_their_job() -> None:
+    claim = begin(jobs.run_one_per_tenant.enqueue(tag="a", tenant=1))
+    live.work_off()
+    calls = [{"tag": tag, "tenant": tenant} for tag, tenant in (("b", 1), ("c", 2), ("d", 1))]
+    outcomes = jobs.run_one_per_tenant.enqueue_many(calls)
+    live.work_off()
+    assert [is_aside(outcome) for outcome in outcomes] == [True, False, True]
+    assert live.row_of(outcomes[1]).status == Status.SUCCEEDED
+    succeed(claim)
+    live.work_off()
+    assert {live.row_of(outcome).status for outcome in outcomes} == {Status.SUCCEEDED}
+
+
 # ---- leases, time-outs, attempts
 
 
@@ -265,6 +295,25 @@ def test_time_out_that_is_set_cuts_the_next_run() -> None:
         live.work_off()
     assert live.outcomes(outcome) == [AttemptOutcome.TIMED_OUT]
     assert "0.3 s" in live.attempt(outcome).error_message
+
+
+def test_time_out_can_be_changed_while_code_runs_in_a_thread() -> None:
+    cutter, begun = interrupts.Cutter(60), threading.Event()
+
+    def run() -> None:
+        with interrupts.armed(cutter):
+            begun.set()
+            until(lambda: False, live.PATIENCE, what="the time is up")
+
+    def shorten() -> None:
+        begun.wait(live.PATIENCE)
+        cutter.retime(0.2)
+
+    with ThreadPoolExecutor(1) as pool:
+        shortened = pool.submit(shorten)
+        with pytest.raises(TimeoutReached, match=r"its time-out of 0.2 s"):
+            crew.run(run, 1)
+        shortened.result(live.PATIENCE)
 
 
 def test_attempt_limit_that_is_set_ends_a_job_sooner_and_later() -> None:
@@ -544,7 +593,13 @@ def test_many_calls_are_answered_in_their_order_whatever_is_turned_away() -> Non
     assert [o.kind for o in outcomes] == [Kind.CREATED, Kind.BLOCKED, Kind.CREATED, Kind.CREATED]
     assert [o.job.key for o in outcomes] == [f"record:{tag}" for tag in "abcd"]
     assert live.row_of(outcomes[2]).status == Status.HELD
-    assert len(live.queued()) == 2
+    live.work_off()
+    statuses = dict(ProcessedJob.objects.values_list("key", "status"))
+    assert statuses == {
+        "record:a": Status.SUCCEEDED,
+        "record:c": Status.HELD,
+        "record:d": Status.SUCCEEDED,
+    }
 
 
 def test_drain_lets_run_what_waits_and_turns_new_calls_away() -> None:
