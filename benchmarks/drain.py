@@ -50,6 +50,7 @@ def measure(dressing: str, count: str) -> dict[str, float]:
         "cpu_ms": used.cpu / more * 1000,
         "redis_trips": used.trips / more,
         "redis_commands": used.commands / more,
+        "memory_mb": usage.largest_process() / 1e6,
     }
 
 

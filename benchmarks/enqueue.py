@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import django_rq
@@ -17,7 +17,7 @@ WARM_UP = 10
 
 
 def measure(way: str, count: str) -> dict[str, float]:
-    """Call ``count`` times with new keys, then again with the same ones."""
+    """Call ``count`` times with new keys, with the same ones again, with one new key in ten."""
     usage.clear_servers()
     call = WAYS[way](django_rq.get_queue("default"))
     numbers = range(WARM_UP, WARM_UP + int(count))
@@ -26,10 +26,11 @@ def measure(way: str, count: str) -> dict[str, float]:
     figures = _timed(call, numbers, "new")
     if way != "Queue.enqueue":  # it knows no duplicates
         figures |= _timed(call, numbers, "duplicate")
+        figures |= _timed(call, [-n if n % 10 == 0 else n for n in numbers], "mixed")
     return figures
 
 
-def _timed(call: Callable[[int], object], numbers: range, what: str) -> dict[str, float]:
+def _timed(call: Callable[[int], object], numbers: Sequence[int], what: str) -> dict[str, float]:
     before, begun = Usage.now(), time.perf_counter()
     for number in numbers:
         call(number)

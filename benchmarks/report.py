@@ -51,6 +51,7 @@ def summary(
                 **_medians(enqueues[way]),
                 "times_plain": _times(enqueues[way], enqueues[WAYS[0]], "new_per_second"),
                 "times_unique": _times(enqueues[way], enqueues[WAYS[1]], "duplicate_per_second"),
+                "times_mixed": _times(enqueues[way], enqueues[WAYS[1]], "mixed_per_second"),
                 **{
                     f"{what}_{unit}": count if way == "dedupjobs" else 0
                     for what in ("new", "duplicate")
@@ -160,6 +161,7 @@ DRAIN: Columns = {
     "commands": _figure("redis_commands", 1),
     "SQL": _figure("statements"),
     "commits": _figure("commits"),
+    "memory MB": _figure("memory_mb"),
 }
 BATCHES: Columns = {
     "jobs/s": _figure("per_second"),
@@ -188,6 +190,8 @@ ENQUEUE: Columns = {
     "vs unique=True": _figure("times_unique", 2, "×"),
     "its Redis trips": _figure("duplicate_redis_trips", 1),
     "its SQL": _figure("duplicate_statements"),
+    "9 of 10 duplicates/s": _figure("mixed_per_second"),
+    "its ratio": _figure("times_mixed", 2, "×"),
 }
 
 

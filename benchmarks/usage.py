@@ -40,6 +40,11 @@ class Usage:
         )
 
 
+def largest_process() -> int:
+    """Return the most bytes that this process or an ended child of it has ever had resident."""
+    return max(getrusage(who).ru_maxrss for who in (RUSAGE_SELF, RUSAGE_CHILDREN)) * 1024
+
+
 def clear_servers() -> None:
     """Empty the tables and Redis."""
     call_command("flush", interactive=False, verbosity=0)

@@ -111,6 +111,7 @@ def sleep_on() -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.large
 @every_kind
 def test_job_that_times_out_in_a_thread_is_cut_off_and_the_others_go_on(
     kind: str, acts: Any

@@ -527,13 +527,13 @@ def act(tag: str) -> str:
     return tag
 
 
-@job(key="turn:{tag}", unique_for=FOREVER, lease=1.5, timeout=3, backoff=0.1, on_conflict="rerun")
+@job(key="turn:{tag}", unique_for=FOREVER, lease=3, timeout=3, backoff=0.1, on_conflict="rerun")
 def act_in_turn(*, tag: str, text: str = "") -> str:
     return act(tag)
 
 
 @job(
-    key="group:{tag}", unique_for=FOREVER, lease=1.5, timeout=3, backoff=0.1, on_conflict="rerun",
+    key="group:{tag}", unique_for=FOREVER, lease=3, timeout=3, backoff=0.1, on_conflict="rerun",
     batch="group",
 )  # fmt: skip
 def act_in_group(*, tag: str, text: str = "") -> str:
