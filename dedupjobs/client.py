@@ -232,6 +232,8 @@ def enqueue_many(variant: Variant, calls: Iterable[Mapping[str, Any]]) -> list[O
     job = variant.job
     bound = [_call(variant, (), _kwargs(job, call)) for call in calls]
     _check_queue(variant)
+    if not bound:
+        return []
     force = controls.current()
     met = {i: rule for i, call in enumerate(bound) if (rule := force.ingress(call)) is not None}
     free = iter(_enqueue_free(variant, [c for i, c in enumerate(bound) if i not in met]))

@@ -238,7 +238,7 @@ class Limit:
     @property
     def mark(self) -> str:
         """What rows that wait for room are set aside under."""
-        return lifecycle.aside_mark(f"room{self.group_hash[:40]}")
+        return f"{lifecycle.ROOM_MARKS}{self.group_hash[:40]}"
 
     @property
     def words(self) -> str:
@@ -320,7 +320,7 @@ def _refusal(limit: Limit, row: Any) -> Refusal:
 
 def pause_mark(number: str) -> str:
     """Return what rows are set aside under while the pause of this number is in force."""
-    return lifecycle.aside_mark(f"pause{number}")
+    return f"{lifecycle.PAUSE_MARKS}{number}"
 
 
 def _lock(name: str) -> None:

@@ -36,6 +36,7 @@ from dedupjobs import (
     summaries,
 )
 from dedupjobs.alerts import watch
+from dedupjobs.asides import Sweep
 from dedupjobs.clock import DbNow
 from dedupjobs.controls import InForce
 from dedupjobs.dispatch import Delivery
@@ -102,6 +103,7 @@ class Coordinator:
     _schedule: Schedule = field(default_factory=Schedule)
     _next: dict[str, float] = field(default_factory=dict)
     _force: InForce = field(default_factory=InForce)
+    _asides: Sweep = field(default_factory=Sweep)
 
     def tick(self) -> Round:
         """Do one round, if no other coordinator leads; without Redis all lead, harmlessly."""
@@ -120,7 +122,7 @@ class Coordinator:
         if sweep:
             controls.close_expired()
         with _one_row():
-            asides.sweep(
+            self._asides.do(
                 rooms=sweep or force.rules != self._force.rules, most=PAGES * conf.get().BATCH
             )
         self._force = force
@@ -180,7 +182,7 @@ class Coordinator:
             run_after__lte=DbNow(steady=True),
             queue__in=list(queues),
         )
-        return sum(_send(rows).pushed for rows in _pages(due, "run_after"))
+        return sum(_send(asides.startable(rows)).pushed for rows in _pages(due, "run_after"))
 
     # ---- attempts whose worker is gone
 

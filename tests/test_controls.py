@@ -136,6 +136,22 @@ def test_coordinator_lets_paused_rows_wait_and_sends_no_copies() -> None:
     assert live.queued() == []
 
 
+def test_coordinator_sets_aside_what_comes_due_in_a_pause_without_waking_a_worker() -> None:
+    pause = put(PAUSE, queue="default")
+    outcomes = [jobs.record.enqueue(tag=tag) for tag in "ab"]
+    for outcome in outcomes:
+        live.unsent(outcome)
+    with live.rq_client() as client:
+        client.flushdb()
+    tick()
+    assert live.queued() == []
+    assert all(is_aside(outcome) for outcome in outcomes)
+    end(pause)
+    tick()
+    live.work_off()
+    assert {live.row_of(outcome).status for outcome in outcomes} == {Status.SUCCEEDED}
+
+
 def test_what_was_set_aside_counts_as_waiting_and_not_as_due() -> None:
     put(PAUSE, queue="default")
     jobs.record.enqueue(tag="a")
@@ -160,7 +176,7 @@ def test_retry_that_comes_due_in_a_pause_waits_for_its_end() -> None:
     pause = put(PAUSE, job="testapp.fail")
     live.unsent(outcome)
     tick()
-    assert live.work_off() == 1
+    assert live.work_off() == 0
     assert is_aside(outcome)
     assert live.row_of(outcome).failures == 1
     end(pause)
@@ -407,6 +423,41 @@ def test_jobs_with_the_same_template_share_their_groups() -> None:
     other = jobs.run_one_per_tenant.enqueue(tag="b", tenant=5)
     live.deliver(live.row_of(other))
     assert is_aside(other)
+
+
+def test_two_endings_at_once_recall_two_rows() -> None:
+    claims = [begin(jobs.run_two_at_a_time.enqueue(tag=tag)) for tag in "ab"]
+    waiting = [jobs.run_two_at_a_time.enqueue(tag=tag) for tag in "cd"]
+    for outcome in waiting:
+        live.deliver(live.row_of(outcome))
+    for claim in claims:
+        assert lifecycle.complete(claim, "null", unique_for=None)
+    first = lifecycle.jobs().filter(pk=live.row_of(waiting[0]).pk)
+
+    def taken_by_another(point: str) -> None:
+        if point == "mark_sent.before":
+            probes.hook = None
+            assert first.update(dispatch_id="dedupjobs_other", dispatched_at=clock.utcnow())
+
+    probes.hook = taken_by_another
+    try:
+        assert asides.freed(claims[0]) == 1
+    finally:
+        probes.hook = None
+    assert not is_aside(waiting[1]), "the next one was recalled instead"
+
+
+def test_sweep_comes_to_every_group_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asides, "MOST_MARKS", 2)
+    claims = [begin(jobs.run_one_per_tenant.enqueue(tag=f"a{n}", tenant=n)) for n in range(5)]
+    waiting = [jobs.run_one_per_tenant.enqueue(tag=f"b{n}", tenant=n) for n in range(5)]
+    for outcome in waiting:
+        live.deliver(live.row_of(outcome))
+    for claim in claims:
+        assert lifecycle.complete(claim, "null", unique_for=None)
+    sweep = asides.Sweep()
+    assert sum(sweep.do(rooms=True, most=10) for _ in range(4)) == 5
+    assert not any(is_aside(outcome) for outcome in waiting)
 
 
 @pytest.mark.parametrize("ending", ["fail", "lost", "interrupted"])

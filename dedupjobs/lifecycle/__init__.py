@@ -88,8 +88,9 @@ from dedupjobs.lifecycle.rows import (
 )
 from dedupjobs.lifecycle.sending import (
     BEYOND,
+    PAUSE_MARKS,
+    ROOM_MARKS,
     aside,
-    aside_mark,
     forget_mark,
     is_aside,
     mark_sent,
@@ -99,6 +100,7 @@ from dedupjobs.lifecycle.sending import (
     new_dispatch_id,
     release,
     set_aside,
+    set_aside_unsent,
 )
 from dedupjobs.lifecycle.settling import (
     NO_NOTE,
@@ -132,7 +134,8 @@ __all__ = [  # noqa: RUF022 - in the order a job meets them
     "cancel_alike", "hold_alike", "retry_alike", "unhold_alike", "limit_alike",
     "Pruned", "prunable", "free_tombstones", "held", "prune", "purge",
     "new_dispatch_id", "mark_sent", "mark_sent_together", "mark_unsent",
-    "BEYOND", "aside_mark", "is_aside", "set_aside", "aside", "release", "marks", "forget_mark",
+    "BEYOND", "PAUSE_MARKS", "ROOM_MARKS", "is_aside", "set_aside", "set_aside_unsent", "aside",
+    "release", "marks", "forget_mark",
 ]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from dedupjobs.models import WAITING, ProcessedJob
 CHUNK = 500  # ids of one statement
 # Letters and digits only, so that all marks lie between these two in every collation.
 ASIDE, NO_MORE = "aside", "asidf"
+PAUSE_MARKS, ROOM_MARKS = f"{ASIDE}pause", f"{ASIDE}room"  # how marks begin, in this order
 BEYOND = datetime(9000, 1, 1, tzinfo=UTC)  # when a row that was set aside was handed over
 
 
@@ -88,11 +89,6 @@ def mark_unsent(dispatch_ids: Sequence[str]) -> int:
 # ---- rows that may not run yet
 
 
-def aside_mark(why: str) -> str:
-    """Return what stands on rows that wait for this: up to 59 letters and digits."""
-    return ASIDE + why
-
-
 def is_aside(row: ProcessedJob) -> bool:
     """Return whether a row waits without a message, until it is recalled."""
     return (row.dispatch_id or "").startswith(ASIDE) and row.dispatched_at == BEYOND
@@ -103,6 +99,14 @@ def set_aside(pk: int, generation: int, *, sent_as: str | None, mark: str) -> bo
     probes.reach("set_aside.before")
     row = jobs().filter(pk=pk, generation=generation, status__in=WAITING, dispatch_id=sent_as)
     return bool(row.update(dispatch_id=mark, dispatched_at=BEYOND))
+
+
+def set_aside_unsent(pks: Sequence[int], mark: str) -> int:
+    """Let waiting rows that have no message wait on without one, under a mark."""
+    rows = jobs().filter(pk__in=pks, status__in=WAITING, dispatched_at=None)
+    with transaction.atomic(using=alias()):
+        free = list(skip_locked(rows.order_by("pk")).values_list("pk", flat=True))
+        return rows.filter(pk__in=free).update(dispatch_id=mark, dispatched_at=BEYOND)
 
 
 def aside(mark: str) -> QuerySet[ProcessedJob]:
@@ -117,13 +121,13 @@ def release(mark: str, *, most: int) -> int:
         return jobs().filter(pk__in=free, dispatch_id=mark).update(**UNSENT)
 
 
-def marks(*, most: int) -> list[str]:
-    """Return the marks that rows are set aside under, hopping through the index."""
+def marks(*, most: int, after: str = ASIDE, before: str = NO_MORE) -> list[str]:
+    """Return the marks that rows are set aside under, in order, hopping through the index."""
     found: list[str] = []
-    last = ASIDE
+    last = after
     while len(found) < most:
-        after = jobs().filter(dispatch_id__gt=last, dispatch_id__lt=NO_MORE)
-        mark = after.order_by("dispatch_id").values_list("dispatch_id", flat=True).first()
+        others = jobs().filter(dispatch_id__gt=last, dispatch_id__lt=before)
+        mark = others.order_by("dispatch_id").values_list("dispatch_id", flat=True).first()
         if mark is None:
             break
         found.append(mark)

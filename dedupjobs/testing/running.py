@@ -27,7 +27,7 @@ def run_pending(*, name: str | None = None, retries: bool = False) -> int:
     their backoff is over, or at once with ``retries``. ``name``: only jobs registered under it.
     """
     controls.current(at_most=0.0)
-    asides.sweep(rooms=True, most=ROUNDS)
+    asides.Sweep().do(rooms=True, most=ROUNDS)
     for ran in range(ROUNDS):
         row = _first_due(name) or (_first_retry(name) if retries else None)
         if row is None:
