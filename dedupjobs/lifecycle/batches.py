@@ -18,6 +18,7 @@ from django.db import connections, transaction
 
 from dedupjobs import probes
 from dedupjobs.clock import DbNow
+from dedupjobs.lifecycle import together
 from dedupjobs.lifecycle.claims import (
     OF_A_CLAIM,
     TAKEN,
@@ -30,8 +31,8 @@ from dedupjobs.lifecycle.leaving import Leaving, take_up
 from dedupjobs.lifecycle.rows import NEXT_VERSION, UNASKED, UNSENT, Claim, alias, attempts, jobs
 from dedupjobs.lifecycle.rows import skip_locked as free_ones
 from dedupjobs.lifecycle.settling import Note, complete, success_of
+from dedupjobs.lifecycle.together import ask, holds
 from dedupjobs.models import WAITING, AttemptOutcome, JobAttempt, Status
-from dedupjobs.registry import FOREVER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +152,7 @@ def _claim_at_once(rows: Sequence[Wanted], terms: Mapping[str, Terms], place: Pl
     }
     where = {"host": words["host"], "rq_id": words["rq_id"]}
     return [
-        Claim(**dict(zip(CLAIMED, values, strict=True)), **where) for values in _ask(CLAIM, words)
+        Claim(**dict(zip(CLAIMED, values, strict=True)), **where) for values in ask(CLAIM, words)
     ]
 
 
@@ -245,40 +246,7 @@ def beat_kin(owner: str, *, but: int, lease: float) -> None:
 # What follows writes "outcome IS NULL" as COALESCE: the planner takes few attempts to be open, and
 # would read all that were since the last VACUUM from the index on outcome.
 
-# Writes a success if its attempt is open, its job still its own, and no rerun waits: locks the
-# attempt first, then the job. ``next``: an attempt that begins in the same transaction; 0: none.
-COMPLETE_ONE = """
-WITH open AS MATERIALIZED (
-    SELECT id FROM dedupjobs_jobattempt
-    WHERE id = %(fence)s AND COALESCE(outcome, '') = '' FOR UPDATE
-), mine AS MATERIALIZED (
-    SELECT id FROM dedupjobs_processedjob
-    WHERE id = %(pk)s AND status = 'RUNNING' AND attempts = %(number)s AND rerun_args IS NULL
-        AND EXISTS (SELECT 1 FROM open)
-    FOR UPDATE
-), moved AS (
-    UPDATE dedupjobs_processedjob
-    SET status = 'SUCCEEDED', version = version + 1, result = %(result)s, error = '',
-        finished_at = clock_timestamp(),
-        unique_until = clock_timestamp() + %(holds)s::float8 * interval '1 second',
-        cancel_requested = false, hold_requested = false
-    WHERE id = %(pk)s AND status = 'RUNNING' AND attempts = %(number)s AND rerun_args IS NULL
-        AND EXISTS (SELECT 1 FROM mine)
-), ended AS (
-    UPDATE dedupjobs_jobattempt
-    SET outcome = 'SUCCEEDED', ended_at = clock_timestamp(), reason = %(reason)s,
-        run_time = %(run_time)s, error_class = '', error_message = '', traceback = ''
-    WHERE id = %(fence)s AND COALESCE(outcome, '') = '' AND EXISTS (SELECT 1 FROM mine)
-    RETURNING id
-), begun AS (
-    UPDATE dedupjobs_jobattempt SET began_at = clock_timestamp()
-    WHERE id = %(next)s AND COALESCE(outcome, '') = '' AND began_at IS NULL
-    RETURNING id
-)
-SELECT id FROM ended UNION ALL SELECT id FROM begun
-"""
-
-# The same for many, each in the order of their keys.
+# As together.COMPLETE for many, each in the order of their keys.
 COMPLETE = """
 WITH given AS (
     SELECT * FROM unnest(
@@ -331,19 +299,11 @@ def complete_many(done: Sequence[Done], *, begins: Claim | None = None) -> set[i
 
 def _complete_at_once(done: Sequence[Done], begins: Claim | None) -> set[int]:
     if len(done) > 1 and begins is None:
-        return {fence for (fence,) in _ask(COMPLETE, _words(done))}
+        return {fence for (fence,) in ask(COMPLETE, _words(done))}
     (one,) = done
-    words = {
-        "fence": one.claim.fence,
-        "pk": one.claim.job_pk,
-        "number": one.claim.number,
-        "result": one.result,
-        "holds": _holds(one.unique_for),
-        "reason": one.note.reason,
-        "run_time": one.note.run_time,
-        "next": begins.fence if begins else 0,
-    }
-    return {fence for (fence,) in _ask(COMPLETE_ONE, words)}
+    return together.complete(
+        one.claim, one.result, unique_for=one.unique_for, note=one.note, begins=begins
+    )
 
 
 def _words(done: Sequence[Done]) -> dict[str, Any]:
@@ -352,16 +312,10 @@ def _words(done: Sequence[Done]) -> dict[str, Any]:
         "pks": [d.claim.job_pk for d in done],
         "numbers": [d.claim.number for d in done],
         "results": [d.result for d in done],
-        "holds": [_holds(d.unique_for) for d in done],
+        "holds": [holds(d.unique_for) for d in done],
         "reasons": [d.note.reason for d in done],
         "run_times": [d.note.run_time for d in done],
     }
-
-
-def _holds(unique_for: timedelta | None) -> float | None:
-    if unique_for is FOREVER:
-        return None
-    return unique_for.total_seconds() if unique_for else 0.0
 
 
 def _complete_in_steps(done: Sequence[Done], begins: Claim | None) -> set[int]:
@@ -437,7 +391,7 @@ def move_jobs(done: Sequence[Done]) -> dict[int, Status]:
     probes.reach("settle.between")
     in_order = sorted(done, key=lambda one: one.claim.job_pk)
     if connections[alias()].vendor == "postgresql":
-        moved = {pk for (pk,) in _ask(MOVE, _words(in_order))}
+        moved = {pk for (pk,) in ask(MOVE, _words(in_order))}
     else:
         moved = {one.claim.job_pk for one in in_order if _success(one).by_itself()}
     found = {}
@@ -520,13 +474,6 @@ def return_many(claims: Sequence[Claim]) -> set[int]:
             status=Status.PENDING, version=NEXT_VERSION, run_after=DbNow(), **UNSENT
         )
     return set(free)
-
-
-def _ask(sql: str, words: Mapping[str, Any]) -> list[Any]:
-    connection = connections[alias()]
-    with transaction.mark_for_rollback_on_error(using=alias()), connection.cursor() as cursor:
-        cursor.execute(sql, words)
-        return list(cursor.fetchall())
 
 
 def began(claim: Claim) -> Claim:

@@ -45,12 +45,17 @@ def complete(
     claim: Claim, result: str, *, unique_for: timedelta | None, note: Note = NO_NOTE
 ) -> Status | None:
     """RUNNING → SUCCEEDED, or PENDING if a rerun waits. The success holds the key from now."""
+    if together.serves(alias()):
+        probes.reach("settle.before")
+        if together.complete(claim, result, unique_for=unique_for, note=note):
+            probes.reach("settle.committed")
+            return Status.SUCCEEDED
     succeed = success_of(claim, result, unique_for)
 
     def move() -> Status | None:
         return succeed.by_itself() or take_up(claim)
 
-    return _settle(claim, AttemptOutcome.SUCCEEDED, note, move, usually=succeed)
+    return _settle(claim, AttemptOutcome.SUCCEEDED, note, move)
 
 
 def success_of(claim: Claim, result: str, unique_for: timedelta | None) -> Leaving:
@@ -68,14 +73,12 @@ def success_of(claim: Claim, result: str, unique_for: timedelta | None) -> Leavi
 
 def get_ready() -> None:
     """Compile what a success needs; asks the database nothing."""
-    mine, ended = _open(0), _ended(AttemptOutcome.SUCCEEDED, Note(run_time=0.0))
+    if together.serves(alias()):
+        return  # its SQL stands there
+    attempt(**_open(0)).statement(_ended(AttemptOutcome.SUCCEEDED, Note(run_time=0.0)))
     for unique_for in (FOREVER, timedelta(1)):
         success = success_of(NOBODY, "", unique_for)
-        if together.serves(alias()):
-            together.ending(alias(), (mine, ended), (success.where, success.to))
-        else:
-            job(**success.where).statement(success.to)
-            attempt(**mine).statement(ended)
+        job(**success.where).statement(success.to)
 
 
 def fail(claim: Claim, *, after: float, note: Note, timed_out: bool = False) -> Status | None:
@@ -175,31 +178,14 @@ def _settle(
     outcome: AttemptOutcome,
     note: Note,
     move: Callable[[], Status | None],
-    *,
-    usually: Leaving | None = None,
     **guards: Any,
 ) -> Status | None:
-    """
-    End the attempt, then move the job; both or neither.
-
-    ``usually``: what ``move`` comes to if no request waits.
-    """
+    """End the attempt, then move the job; both or neither."""
     probes.reach("settle.before")
-    mine, ended = {**_open(claim.fence), **guards}, _ended(outcome, note)
-    if usually and together.serves(alias()):
-        both = together.end(alias(), (mine, ended), (usually.where, usually.to))
-        if both is not None:
-            probes.reach("settle.committed")
-            return usually.status if both else None
-    return _settle_step_by_step(mine, ended, move)
-
-
-def _settle_step_by_step(
-    mine: dict[str, Any], ended: dict[str, Any], move: Callable[[], Status | None]
-) -> Status | None:
     try:
         with transaction.atomic(using=alias()):
-            if not attempt(**mine).update(**ended):
+            mine = attempt(**_open(claim.fence), **guards)
+            if not mine.update(**_ended(outcome, note)):
                 raise _NotMineError
             probes.reach("settle.between")
             status = move()

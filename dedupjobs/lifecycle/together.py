@@ -1,29 +1,31 @@
 """
-A claim, and an ending, as one statement each, where the database can do that: PostgreSQL.
+A claim, and a success, as one statement each, where the database can do that: PostgreSQL.
 
 Statements of a transaction are four waits for the server, these are one. They write the same rows
 under the same guards in the same order (attempt before job in an ending), both or neither, so
-whoever reads the rows can not tell which way they came. Inside somebody's transaction the steps
-go one by one, since one that fails would break it.
-
-    WITH taken AS (UPDATE job … RETURNING …), made AS (INSERT attempt SELECT … FROM taken)
-    WITH ended AS (UPDATE attempt …), moved AS (UPDATE job … WHERE EXISTS (… ended))
+whoever reads the rows can not tell which way they came. What does not fit goes step by step.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from django.db import DataError, connections
+from django.db import connections, transaction
 from django.db.models.expressions import Expression
 
 from dedupjobs import registry
-from dedupjobs.lifecycle import statements
-from dedupjobs.lifecycle.statements import TO, WHERE, Slot, Slots, Statement, compiled
+from dedupjobs.lifecycle import rows, statements
+from dedupjobs.lifecycle.rows import Claim
+from dedupjobs.lifecycle.statements import WHERE, Slot, Slots, Statement, compiled
 from dedupjobs.models import JobAttempt, ProcessedJob
+from dedupjobs.registry import FOREVER
+
+if TYPE_CHECKING:
+    from dedupjobs.lifecycle.settling import Note
 
 Values = Mapping[str, Any]
 
@@ -31,11 +33,6 @@ allowed = True
 """Off, all goes step by step, as on other databases: for tests that stand between two steps."""
 
 MADE = ("id", "number", "began_at", "queue_delay")
-
-# PostgreSQL has no other way to undo what the same statement has written. The text stands in its
-# log when a request came in the moment of an ending; it is then obeyed, step by step.
-NOT_BOTH = "dedupjobs: a request waits, so this ending goes step by step"
-NO_INTEGER = "22P02"
 
 
 def serves(alias: str) -> bool:
@@ -145,49 +142,81 @@ def _chained(taking: Statement, making: Statement) -> Statement:
     )
 
 
-# ---- an ending
+# ---- a success
+
+# "outcome IS NULL" is written as COALESCE: the planner takes few attempts to be open, and would
+# read all that were since the last VACUUM from the index on outcome.
+
+# Writes a success if its attempt is open, its job still its own, and no rerun waits: locks the
+# attempt first, then the job. ``next``: an attempt that begins in the same transaction; 0: none.
+COMPLETE = """
+WITH open AS MATERIALIZED (
+    SELECT id FROM dedupjobs_jobattempt
+    WHERE id = %(fence)s AND COALESCE(outcome, '') = '' FOR UPDATE
+), mine AS MATERIALIZED (
+    SELECT id FROM dedupjobs_processedjob
+    WHERE id = %(pk)s AND status = 'RUNNING' AND attempts = %(number)s AND rerun_args IS NULL
+        AND EXISTS (SELECT 1 FROM open)
+    FOR UPDATE
+), moved AS (
+    UPDATE dedupjobs_processedjob
+    SET status = 'SUCCEEDED', version = version + 1, result = %(result)s, error = '',
+        finished_at = clock_timestamp(),
+        unique_until = clock_timestamp() + %(holds)s::float8 * interval '1 second',
+        cancel_requested = false, hold_requested = false
+    WHERE id = %(pk)s AND status = 'RUNNING' AND attempts = %(number)s AND rerun_args IS NULL
+        AND EXISTS (SELECT 1 FROM mine)
+), ended AS (
+    UPDATE dedupjobs_jobattempt
+    SET outcome = 'SUCCEEDED', ended_at = clock_timestamp(), reason = %(reason)s,
+        run_time = %(run_time)s, error_class = '', error_message = '', traceback = ''
+    WHERE id = %(fence)s AND COALESCE(outcome, '') = '' AND EXISTS (SELECT 1 FROM mine)
+    RETURNING id
+), begun AS (
+    UPDATE dedupjobs_jobattempt SET began_at = clock_timestamp()
+    WHERE id = %(next)s AND COALESCE(outcome, '') = '' AND began_at IS NULL
+    RETURNING id
+)
+SELECT id FROM ended UNION ALL SELECT id FROM begun
+"""
 
 
-def end(alias: str, attempt: tuple[Values, Values], job: tuple[Values, Values]) -> bool | None:
+def complete(
+    claim: Claim,
+    result: str,
+    *,
+    unique_for: timedelta | None,
+    note: Note,
+    begins: Claim | None = None,
+) -> set[int]:
     """
-    End the attempt and move the job, each given as (where, to); False: it is not ours to end.
+    Write a success, and that another attempt begins; return the fences of what was written.
 
-    None: nothing is written, since the attempt fits and the job does not.
+    A success that is missing was lost, or a rerun waits for its end: the steps tell.
     """
-    statement, slots = ending(alias, attempt, job)
-    try:
-        found = statement.row(alias, slots)
-    except DataError as error:
-        if getattr(error.__cause__, "sqlstate", None) == NO_INTEGER and NOT_BOTH in str(error):
-            return None
-        raise
-    return bool(found and found["both"])
+    words = {
+        "fence": claim.fence,
+        "pk": claim.job_pk,
+        "number": claim.number,
+        "result": result,
+        "holds": holds(unique_for),
+        "reason": note.reason,
+        "run_time": note.run_time,
+        "next": begins.fence if begins else 0,
+    }
+    return {fence for (fence,) in ask(COMPLETE, words)}
 
 
-def ending(
-    alias: str, attempt: tuple[Values, Values], job: tuple[Values, Values]
-) -> tuple[Statement, Slots]:
-    """Return the statement of ``end``, compiled if its shape is new."""
-    slots: Slots = {}
-    parts = [
-        tuple(statements.shape_of(f"{whose}{part}", values, slots))
-        for whose, pair in (("ended.", attempt), ("moved.", job))
-        for part, values in zip((WHERE, TO), pair, strict=True)
-    ]
+def holds(unique_for: timedelta | None) -> float | None:
+    """Return the seconds for which a success holds its key; None: for ever."""
+    if unique_for is FOREVER:
+        return None
+    return unique_for.total_seconds() if unique_for else 0.0
 
-    def build(connection: Any) -> Statement:
-        models = (JobAttempt, JobAttempt, ProcessedJob, ProcessedJob)
-        places = ("ended.where.", "ended.to.", "moved.where.", "moved.to.")
-        values = [statements.with_slots(*each) for each in zip(models, places, parts, strict=True)]
-        ended = statements.updating(connection, JobAttempt, values[0], values[1], ())
-        moved = statements.updating(connection, ProcessedJob, values[2], values[3], ())
-        sql = (
-            f"WITH ended AS ({ended.sql} RETURNING 1), "  # noqa: S608 - compiled statements
-            f"moved AS ({moved.sql} AND EXISTS (SELECT 1 FROM ended) RETURNING 1) "
-            "SELECT CASE WHEN NOT EXISTS (SELECT 1 FROM ended) THEN 0 "
-            "WHEN EXISTS (SELECT 1 FROM moved) THEN 1 "
-            f"ELSE ('{NOT_BOTH}' || (SELECT count(*) FROM ended))::integer END"
-        )
-        return Statement(sql, ended.params + moved.params, ("both",))
 
-    return compiled(("end", *parts), alias, build), slots
+def ask(sql: str, words: Values) -> list[Any]:
+    """Execute a statement with named parameters and return the rows of its answer."""
+    connection = connections[rows.alias()]
+    with transaction.mark_for_rollback_on_error(using=rows.alias()), connection.cursor() as cursor:
+        cursor.execute(sql, words)
+        return list(cursor.fetchall())
