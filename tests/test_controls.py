@@ -196,6 +196,37 @@ def test_run_now_of_a_paused_job_waits_for_a_worker() -> None:
     assert live.row_of(outcome).status == Status.SUCCEEDED
 
 
+class Died(BaseException):
+    """The worker is gone, in the middle of what it did."""
+
+
+def test_worker_that_dies_before_it_sets_a_row_aside_loses_nothing() -> None:
+    pause = put(PAUSE, queue="default")
+    outcome = jobs.record.enqueue(tag="a")
+
+    def die(point: str) -> None:
+        if point == "set_aside.before":
+            probes.hook = None
+            raise Died
+
+    probes.hook = die
+    try:
+        with pytest.raises(Died):
+            live.work_off()
+    finally:
+        probes.hook = None
+    assert not is_aside(outcome)
+    live.sent_ago(outcome, 60)
+    tick()  # its message is lost, which the coordinator sees as ever
+    live.work_off()
+    assert is_aside(outcome)
+    assert live.row_of(outcome).attempts == 0
+    end(pause)
+    tick()
+    live.work_off()
+    assert live.row_of(outcome).status == Status.SUCCEEDED
+
+
 def test_second_message_of_a_row_that_was_set_aside_is_dropped() -> None:
     put(PAUSE, queue="default")
     outcome = jobs.record.enqueue(tag="a")
@@ -503,6 +534,24 @@ def test_room_that_is_freed_while_a_row_is_set_aside_is_not_missed(
     assert not is_aside(second), "it has looked again"
     live.work_off()
     assert live.row_of(second).status == Status.SUCCEEDED
+
+
+def test_row_that_is_handed_over_meanwhile_is_not_set_aside() -> None:
+    begin(jobs.run_one_per_tenant.enqueue(tag="a", tenant=1))
+    second = jobs.run_one_per_tenant.enqueue(tag="b", tenant=1)
+
+    def send_again(point: str) -> None:
+        if point == "set_aside.before":
+            probes.hook = None
+            row = live.row_of(second)
+            assert lifecycle.mark_sent(row.pk, row.version, row.dispatch_id)
+
+    probes.hook = send_again
+    try:
+        live.deliver(live.row_of(second))
+    finally:
+        probes.hook = None
+    assert not is_aside(second), "the other message will find out by itself"
 
 
 def test_many_claims_at_once_never_pass_the_limit() -> None:
