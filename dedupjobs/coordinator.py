@@ -21,8 +21,10 @@ from django.db.models import Q
 from redis.exceptions import RedisError
 
 from dedupjobs import (
+    asides,
     clock,
     conf,
+    controls,
     counters,
     dispatch,
     lifecycle,
@@ -34,7 +36,9 @@ from dedupjobs import (
     summaries,
 )
 from dedupjobs.alerts import watch
+from dedupjobs.asides import Sweep
 from dedupjobs.clock import DbNow
+from dedupjobs.controls import InForce
 from dedupjobs.dispatch import Delivery
 from dedupjobs.lifecycle import Lost, Pruned
 from dedupjobs.locks import Grip
@@ -104,6 +108,8 @@ class Coordinator:
     _schedule: Schedule = field(default_factory=Schedule)
     _next: dict[str, float] = field(default_factory=dict)
     _unpruned: list[str] = field(default_factory=list)
+    _force: InForce = field(default_factory=InForce)
+    _asides: Sweep = field(default_factory=Sweep)
 
     def tick(self) -> Round:
         """Do one round, if no other coordinator leads; without Redis all lead, harmlessly."""
@@ -116,8 +122,16 @@ class Coordinator:
         return done
 
     def _round(self) -> Round:
+        force = controls.current()
         sweep = self._is_time("sweep", conf.get().RECLAIM_EVERY)
         lost = self.reclaim() if sweep else []
+        if sweep:
+            controls.close_expired()
+        with _one_row():
+            self._asides.do(
+                rooms=sweep or force.rules != self._force.rules, most=PAGES * conf.get().BATCH
+            )
+        self._force = force
         scheduled = self._schedule.tick(lifecycle.database_now())
         queues = dispatch.reachable_queues()
         # Re-sent before the hand-over, or what that sends would be sent twice.
@@ -175,7 +189,7 @@ class Coordinator:
             run_after__lte=DbNow(steady=True),
             queue__in=list(queues),
         )
-        return sum(_send(rows).pushed for rows in _pages(due, "run_after"))
+        return sum(_send(asides.startable(rows)).pushed for rows in _pages(due, "run_after"))
 
     # ---- attempts whose worker is gone
 
