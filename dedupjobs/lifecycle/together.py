@@ -18,6 +18,7 @@ from django.db import connections, transaction
 from django.db.models.expressions import Expression
 
 from dedupjobs import registry
+from dedupjobs.clock import DbNow
 from dedupjobs.lifecycle import rows, statements
 from dedupjobs.lifecycle.rows import Claim
 from dedupjobs.lifecycle.statements import WHERE, Slot, Slots, Statement, compiled
@@ -218,6 +219,8 @@ def holds(unique_for: timedelta | None) -> float | None:
 def ask(sql: str, words: Values) -> list[Any]:
     """Execute a statement with named parameters and return the rows of its answer."""
     connection = connections[rows.alias()]
+    # The present is DbNow's alone to say: ``testing.frozen_clock`` stops it there.
+    sql = sql.replace("clock_timestamp()", DbNow.PRESENT["postgresql"])
     with transaction.mark_for_rollback_on_error(using=rows.alias()), connection.cursor() as cursor:
         cursor.execute(sql, words)
         return list(cursor.fetchall())
