@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 PYTEST := $(BIN)/python -m pytest -n 2
 APART := $(patsubst %,--ignore=tests/%,simulation mutants faults browser)
 
-.PHONY: help demo test browser simulate mutants verify mariadb matrix faults campaign growth exhaustive check lint types layers migrations format bench profile bench-observe bench-faults docs reference package clean
+.PHONY: help demo test browser simulate mutants verify mariadb matrix faults campaign growth exhaustive check lint types layers migrations format bench profile bench-observe bench-admin bench-growth bench-faults docs reference package clean
 
 help: ## List these commands
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -96,6 +96,12 @@ profile: $(VENV)/.test ## Where the time of a job goes, step by step; ARGS="--wr
 bench-observe: $(VENV)/.test ## What a scrape of a million rows costs, and metrics and logs a job
 	$(BIN)/python -m benchmarks.observe scrape $(ARGS)
 	$(BIN)/python -m benchmarks.observe overhead
+
+bench-admin: $(VENV)/.test ## The admin's pages and bulk operations at 5 million jobs
+	$(BIN)/python -m benchmarks.admin $(ARGS)
+
+bench-growth: $(VENV)/.test ## What a job and the coordinator cost at 10,000 to 10 million jobs
+	$(BIN)/python -m benchmarks.growth $(ARGS)
 
 bench-faults: $(VENV)/.test ## The same contestants under one script of faults
 	$(BIN)/python -m benchmarks.faults $(ARGS)

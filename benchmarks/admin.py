@@ -23,6 +23,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import report, servers
+from benchmarks.spent import verdict
+
 ROUNDS = 5
 DAYS = 30  # over which the rows are spread
 DEAD_SHARE = 25  # each 25th row is dead: 200,000 of 5 million
@@ -32,7 +35,8 @@ JOBS = """
 INSERT INTO dedupjobs_processedjob (
     key_hash, key, scope, name, queue, status, version, generation, attempts, failures, lost_count,
     args, fingerprint, run_after, dispatch_id, dispatched_at, cancel_requested, hold_requested,
-    result, error, duplicates, traceparent, created_at, enqueued_at, started_at, finished_at)
+    result, error, error_class, duplicates, traceparent, created_at, enqueued_at, started_at,
+    finished_at)
 SELECT
     md5(i::text) || md5((-i)::text), 'order:' || i, 'tenant-' || i %% 500,
     'shop.job_' || i %% 20, (ARRAY['default', 'high', 'low'])[1 + i %% 3], status,
@@ -40,7 +44,10 @@ SELECT
     '{"order_id":' || i || ',"amount":"9.90"}', repeat('f', 64), at,
     'dedupjobs_' || i, at, false, false,
     CASE WHEN status = 'SUCCEEDED' THEN '{"ok":true}' END,
-    CASE WHEN status = 'DEAD' THEN 'builtins.ValueError: no' ELSE '' END,
+    CASE WHEN status IN ('DEAD', 'RETRYING') THEN 'no' ELSE '' END,
+    CASE WHEN status IN ('DEAD', 'RETRYING')
+        THEN (ARRAY['builtins.ValueError', 'shop.Declined', 'builtins.OSError'])[1 + i %% 3]
+        ELSE '' END,
     (i %% 50 = 0)::int, '', at, at, at,
     CASE WHEN status IN ('SUCCEEDED', 'DEAD', 'CANCELLED') THEN at + interval '2 seconds' END
 FROM (
@@ -92,7 +99,8 @@ FILTERS = (
     "queue=high", "name=shop.job_7", "age=1h", "age=7d", "age=30d", "scope=tenant-7",
     "error=ValueError", "error=shop.Declined", "error=Unknown",
     "state=DEAD&queue=low&name=shop.job_5", "state=DEAD&age=7d", "state=CANCELLED&name=shop.job_3",
-    "state=PENDING&scope=tenant-7", "queue=high&error=ValueError",
+    "state=PENDING&scope=tenant-7", "queue=high&error=ValueError", "state=DEAD&error=ValueError",
+    "name=shop.job_5&error=ValueError", "state=DEAD&condition=lost", "state=DEAD&q=order_id=77",
     "q=order:4999", '''q="order:77"''', "q=77", "q=order_id=77", "q=nothing",
     "o=5", "o=-5", "state=PENDING&o=5", "p=2", "p=199", "state=SUCCEEDED&p=150",
 )  # fmt: skip
@@ -201,17 +209,21 @@ def _page(client: Any, address: str) -> dict[str, Any]:
         times.append(1000 * (time.perf_counter() - begun))
         cpu.append(1000 * (time.process_time() - burnt))
         assert answer.status_code == 200, (address, answer.status_code)
-    with override_settings(DEBUG=True):
-        reset_queries()
-        client.get(address)
-        slowest = max(connection.queries, key=lambda query: float(query["time"]))
-        count = len(connection.queries)
+    statements = []
+    for _ in range(ROUNDS):
+        with override_settings(DEBUG=True):
+            reset_queries()
+            client.get(address)
+            slowest = max(connection.queries, key=lambda query: float(query["time"]))
+            count = len(connection.queries)
+            statements.append(1000 * sum(float(query["time"]) for query in connection.queries))
     return {
         "first": times[0],
         "median": median(times),
         "best": min(times),
         "cpu": min(cpu),
         "queries": count,
+        "statements": min(statements),
         "slowest": 1000 * float(slowest["time"]),
         "sql": slowest["sql"][:3000],
     }
@@ -307,6 +319,7 @@ def _bulk(retried: int) -> dict[str, Any]:
     """Retry dead rows in bulk, and read pages from another thread meanwhile."""
     from django.contrib.auth.models import User  # noqa: PLC0415
 
+    from benchmarks.spent import backend, cpu_of  # noqa: PLC0415
     from dedupjobs import bulk, lifecycle  # noqa: PLC0415
 
     boss = User.objects.get(username="boss")
@@ -317,10 +330,12 @@ def _bulk(retried: int) -> dict[str, Any]:
     over, times = threading.Event(), []
     reader = threading.Thread(target=_read_until, args=(over, times, started.pk))
     reader.start()
-    begun = time.perf_counter()
+    session = backend()
+    begun, cpu, theirs = time.perf_counter(), time.thread_time(), cpu_of(session)
     while not bulk.page(started.pk):
         pass
     seconds = time.perf_counter() - begun
+    cpu, theirs = time.thread_time() - cpu, cpu_of(session) - theirs
     over.set()
     reader.join()
     ended = bulk._all().get(pk=started.pk)
@@ -329,6 +344,9 @@ def _bulk(retried: int) -> dict[str, Any]:
         "rows": ended.changed,
         "seconds": seconds,
         "rows_per_second": ended.changed / seconds,
+        "rows_per_cpu_second": ended.changed / (cpu + theirs),
+        "worker_us_per_row": 1e6 * cpu / ended.changed,
+        "database_us_per_row": 1e6 * theirs / ended.changed,
         "page_median_ms": median(times) if times else 0.0,
         "page_worst_ms": max(times, default=0.0),
     }
@@ -357,13 +375,12 @@ def _read_until(over: threading.Event, times: list[float], bulk_pk: int) -> None
 
 
 def main() -> None:
-    from benchmarks import servers  # noqa: PLC0415
-
     parser = argparse.ArgumentParser(prog="python -m benchmarks.admin", description=__doc__)
     parser.add_argument("--jobs", type=int, default=5_000_000, help="rows of jobs (5,000,000)")
     parser.add_argument("--retried", type=int, default=100_000, help="rows of the bulk (100,000)")
     parser.add_argument("--sql", action="store_true", help="show the slowest statements, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here, too")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the tables into this page")
     options = parser.parse_args()
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -381,10 +398,15 @@ def main() -> None:
         done = subprocess.run(
             command, env=environment, stdout=subprocess.PIPE, text=True, check=True
         )
+        machine = f"{report.machine(redis_url)}, load {os.getloadavg()[0]:.1f}"
     figures = json.loads(done.stdout.splitlines()[-1])
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1))
     _print(figures, sql=options.sql)
+    words = f"{machine}.\n\n{text(figures)}"
+    print(f"\n{words}")
+    if options.write:
+        report.put_into(options.write, words)
 
 
 def _print(figures: dict[str, Any], *, sql: bool) -> None:
@@ -398,6 +420,66 @@ def _print(figures: dict[str, Any], *, sql: bool) -> None:
         print(f"\n{part}")
         for what, figure in figures[part].items():
             print(f"  {what.replace('_', ' '):32} {figure:>14,.2f}")
+
+
+# ---- for a page
+
+SHOWN = 12
+
+
+def text(figures: dict[str, Any]) -> str:
+    """Return the slowest pages, and a verdict for each number that is asked for."""
+    pages = sorted(figures["pages"], key=lambda page: -page["best"])
+    lines = [
+        "| page | CPU of the web process | statements | whole answer, best | queries |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for page in pages[:SHOWN]:
+        times = " | ".join(f"{page[what]:.0f} ms" for what in ("cpu", "statements", "best"))
+        lines.append(f"| `{page['page']}` | {times} | {page['queries']} |")
+    lines.append(f"\nThe slowest {SHOWN} of {len(pages)} pages.\n")
+    return "\n".join([*lines, *_verdicts(figures)])
+
+
+def _verdicts(figures: dict[str, Any]) -> list[str]:
+    def slowest(kind: str) -> dict[str, Any]:
+        return max((p for p in figures["pages"] if p["page"].startswith(kind)), key=_best_of)
+
+    made = []
+    for kind, asked in (("list", 200), ("job", 100), ("dashboard", 150)):
+        page = slowest(kind)
+        made.append(
+            verdict(
+                page["best"] <= asked,
+                f"the slowest {kind}, `{page['page']}`, takes {page['best']:.0f} ms"
+                f" (CPU and statements: {page['cpu'] + page['statements']:.0f} ms; asked: {asked})",
+            )
+        )
+    rows, bulk, kept = figures["rows"], figures["bulk"], figures["summaries"]
+    share = kept["microseconds_per_attempt"] / kept["milliseconds_of_a_job"] / 1000
+    return [
+        *made,
+        verdict(
+            bulk["rows_per_second"] >= 2_000,
+            f"{bulk['rows']:,} rows were retried in bulk at {bulk['rows_per_second']:,.0f} rows/s"
+            f" (asked: 2,000), {bulk['rows_per_cpu_second']:,.0f} per second of CPU"
+            f" ({bulk['worker_us_per_row']:.0f} µs a row in the worker,"
+            f" {bulk['database_us_per_row']:.0f} µs in the database)",
+        ),
+        f"- Pages that were read meanwhile took {bulk['page_median_ms']:.0f} ms (median; worst"
+        f" {bulk['page_worst_ms']:.0f} ms).",
+        verdict(
+            share <= 0.01,
+            f"keeping summaries costs {kept['microseconds_per_attempt']:.0f} µs an attempt,"
+            f" {100 * share:.1f} % of a job (asked: 1 %)",
+        ),
+        f"- The tables: {rows['jobs']:,} jobs, {rows['attempts']:,} attempts,"
+        f" {rows['gigabytes']:.1f} GB.",
+    ]
+
+
+def _best_of(page: dict[str, Any]) -> float:
+    return float(page["best"])
 
 
 if __name__ == "__main__":

@@ -99,12 +99,13 @@ def run(
     return {"drains": drains, "enqueues": enqueues, "bulks": bulks, **counted}
 
 
-def measure(environment: dict[str, str], *arguments: str) -> Any:
-    output = python(environment, "-m", "benchmarks.measure", *arguments)
+def measure(environment: dict[str, str], *arguments: str, patience: float = PATIENCE) -> Any:
+    command = ("-m", "benchmarks.measure", *arguments)
+    output = python(environment, *command, patience=patience)
     return json.loads(output.splitlines()[-1])
 
 
-def python(environment: dict[str, str], *arguments: str) -> str:
+def python(environment: dict[str, str], *arguments: str, patience: float = PATIENCE) -> str:
     """Run and return what it printed; nothing that it started survives an interruption."""
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -117,13 +118,13 @@ def python(environment: dict[str, str], *arguments: str) -> str:
         start_new_session=True,  # Ctrl-C reaches us alone
     )
     try:
-        output, errors = process.communicate(timeout=PATIENCE)
+        output, errors = process.communicate(timeout=patience)
     except BaseException as error:
         # Its work horses have groups of their own: they end with their job, which is at once.
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
-            raise CannotRun(f"{' '.join(arguments)}: not done in {PATIENCE} s") from error
+            raise CannotRun(f"{' '.join(arguments)}: not done in {patience} s") from error
         raise
     if process.returncode:
         raise CannotRun(f"{' '.join(arguments)} failed:\n{output}{errors}")

@@ -148,7 +148,7 @@ def _data(raw: dict[bytes, bytes]) -> bytes:
 def _names_our_entry(data: bytes) -> bool:
     try:
         call = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     # As RQ writes a call: function, instance, arguments, keywords.
     ours = isinstance(call, list) and call[1:2] == [None] and call[0] in dispatch.ENTRIES

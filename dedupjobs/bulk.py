@@ -44,6 +44,11 @@ PAGE = 500
 FEW = 10  # rows that are alike are moved one by one
 SLICE = 60.0  # seconds of one attempt; then the next one goes on, and other jobs get their turn
 KEPT = timedelta(days=30)  # that an ended bulk operation stays in the tables
+READ = (
+    *("key", "key_hash", "scope", "name", "queue", "status", "version", "args", "rerun_args"),
+    *("max_attempts", "cancel_requested", "hold_requested", "dispatch_id"),
+)
+"""What is read of a row: its large columns are left in the database."""
 IN_USE = gettext_lazy("in use by a transaction of somebody else")
 
 _QUEUE = next(iter(sorted(dispatch.queue_names(), key=lambda name: name != "default")), "default")
@@ -173,10 +178,11 @@ def _do(bulk: BulkOperation, pks: Sequence[int], *, one_by_one: bool) -> None:
         if not mine.update(cursor=pks[-1]):
             return
         chosen = rows_of(bulk).filter(pk__in=pks).order_by("pk")
-        there = set(chosen.values_list("pk", flat=True))
-        free = list(lifecycle.skip_locked(chosen.defer("result", "error")))
-        for pk in sorted(there - {row.pk for row in free}):
-            written.refuse(bulk, pk, str(IN_USE))
+        free = list(lifecycle.skip_locked(chosen.only(*READ)))
+        if len(free) < len(pks):
+            there = set(chosen.values_list("pk", flat=True))
+            for pk in sorted(there - {row.pk for row in free}):
+                written.refuse(bulk, pk, str(IN_USE))
         if bulk.action == "free lock":
             orphans = operations.orphans(free)
             for row in free:
@@ -191,7 +197,7 @@ def _do(bulk: BulkOperation, pks: Sequence[int], *, one_by_one: bool) -> None:
         journal.write(bulk.user_pk, written.entries)
         operations.tell_all(bulk.action, written.done, bulk.by)
         _all().filter(pk=bulk.pk).update(
-            changed=F("changed") + len(written.entries),
+            changed=F("changed") + len(written.done),
             refused=F("refused") + len(written.refusals),
         )
 
@@ -204,10 +210,22 @@ def _do_alike(bulk: BulkOperation, rows: Sequence[ProcessedJob], written: _Writt
             after = operations.move_alike(
                 bulk.action, group, by=bulk.by, reason=bulk.reason, limit=bulk.limit
             )
-            for row in group:
-                _note(bulk, row, after, written)
+            _note_alike(bulk, group, after, written)
             moved.update(row.pk for row in group)
     return moved
+
+
+def _note_alike(
+    bulk: BulkOperation, rows: Sequence[ProcessedJob], after: Status, written: _Written
+) -> None:
+    """As _note, for rows that were moved by one statement."""
+    operations.record_alike(rows, _record(bulk, rows[0], after, written))
+    words = _line(bulk, rows[0], after)
+    theirs = lifecycle.jobs().filter(pk__in=[row.pk for row in rows]).order_by("pk")
+    if not journal.write_alike(bulk.user_pk, theirs, words):
+        written.entries += [Entry(row=row, words=words) for row in rows]
+    for row in rows:
+        _done(bulk, row, after, written)
 
 
 def _do_one(bulk: BulkOperation, row: ProcessedJob, written: _Written, *, apart: bool) -> None:
@@ -244,14 +262,25 @@ def _note(bulk: BulkOperation, row: ProcessedJob, after: Status, written: _Writt
     action = bulk.action
     gone = action == "purge" and not lifecycle.jobs().filter(pk=row.pk).exists()
     if not gone:
-        facts = {"by": bulk.by, "reason": bulk.reason}
-        done = operations.record(action, row, after, **facts, at=written.at)
-        done.bulk = bulk
-        written.operations.append(done)
-    words = journal.line(action, row.status, after, f"{bulk.reason} (bulk {bulk.pk})")
-    written.entries.append(Entry(row=row, words=words, gone=gone))
+        written.operations.append(_record(bulk, row, after, written))
+    written.entries.append(Entry(row=row, words=_line(bulk, row, after), gone=gone))
+    _done(bulk, row, after, written)
+
+
+def _record(bulk: BulkOperation, row: ProcessedJob, after: Status, written: _Written) -> Operation:
+    facts = {"by": bulk.by, "reason": bulk.reason}
+    made = operations.record(bulk.action, row, after, **facts, at=written.at)
+    made.bulk = bulk
+    return made
+
+
+def _line(bulk: BulkOperation, row: ProcessedJob, after: Status) -> str:
+    return journal.line(bulk.action, row.status, after, f"{bulk.reason} (bulk {bulk.pk})")
+
+
+def _done(bulk: BulkOperation, row: ProcessedJob, after: Status, written: _Written) -> None:
     written.done.append((row, after))
-    if after == Status.CANCELLED and action == "cancel":
+    if after == Status.CANCELLED and bulk.action == "cancel":
         operations.free_message(row)
 
 

@@ -42,15 +42,20 @@ from dedupjobs.controls import InForce
 from dedupjobs.dispatch import Delivery
 from dedupjobs.lifecycle import Lost, Pruned
 from dedupjobs.locks import Grip
-from dedupjobs.models import WAITING, ProcessedJob, Status
+from dedupjobs.models import ACTIVE, WAITING, ProcessedJob, Status
 from dedupjobs.schedule import Schedule
+from dedupjobs.wire import UNREACHABLE
 
 ROLE = "coordinator"  # whose sign of life each round leaves
 PAGES = 20  # of BATCH rows that one sweep of one tick works through
+LOOKED_AT = 10  # times BATCH: attempts of one page of a sweep that only looks
 HEAD = 100  # ids read at the head of a queue to find one of ours
 CROWD = 10_000  # ids searched for one of ours where foreign jobs crowd the head
 EPOCH_TTL = 86_400
 PATIENCE = 5.0  # seconds that a page of messages may take
+DUTY_SECONDS = 4.0  # of one tick for one duty, so that the leader's lease is renewed in time
+PRUNE_PAGE = 1_000  # rows of one transaction
+PRUNE_SECONDS = 1.0  # of one tick
 WORST_PAUSE = 5.0  # seconds between tries while something is away, so also until it is noticed
 
 
@@ -104,6 +109,7 @@ class Coordinator:
     _next: dict[str, float] = field(default_factory=dict)
     _force: InForce = field(default_factory=InForce)
     _asides: Sweep = field(default_factory=Sweep)
+    _unpruned: list[str] = field(default_factory=list)
 
     def tick(self) -> Round:
         """Do one round, if no other coordinator leads; without Redis all lead, harmlessly."""
@@ -135,7 +141,7 @@ class Coordinator:
             self.fold()
         if self._is_time("summarise", conf.get().SUMMARISE_EVERY):
             with _one_row():
-                summaries.keep()
+                summaries.keep(_counted)
         due = self._is_time("prune", conf.get().PRUNE_EVERY)
         return Round(
             scheduled=scheduled,
@@ -170,7 +176,8 @@ class Coordinator:
                     signals.tell(signals.coordinator_failed, "", error=error)
                     connections.close_all()
                     pause = min(pause * 2, WORST_PAUSE)
-        locks.resign(self.owner)
+            self.leads = False
+            locks.resign(self.owner)
 
     # ---- due rows that have no message
 
@@ -186,14 +193,20 @@ class Coordinator:
 
     # ---- attempts whose worker is gone
 
-    def reclaim(self, *, limit: int | None = None) -> list[Lost]:
-        """Take the jobs of attempts that are expired by both witnesses; ``limit``: at most."""
+    def reclaim(self, *, limit: int | None = None, within: float = DUTY_SECONDS) -> list[Lost]:
+        """
+        Take the jobs of attempts that are expired by both witnesses; ``limit``: at most.
+
+        What takes longer than ``within`` (seconds), the next sweep does; each looks at all.
+        """
         taken: list[Lost] = []
+        spent = 0.0
         for suspect in self.suspects():
             if limit is not None and len(taken) >= limit:
                 break
-            if not (suspect.expired or suspect.ahead):
+            if not (suspect.expired or suspect.ahead) or spent >= within:
                 continue
+            begun = clock.monotonic()
             lost = None
             with _one_row():
                 lost = lifecycle.reclaim(
@@ -206,6 +219,7 @@ class Coordinator:
                 taken.append(lost)
                 locks.release(suspect.job_pk, suspect.owner)
                 tell_lost(lost, "lease")
+            spent += clock.monotonic() - begun
         return taken
 
     def suspects(self) -> Iterator[Suspect]:
@@ -216,21 +230,21 @@ class Coordinator:
         either clock alone takes no live job.
         """
         seen: dict[int, tuple[datetime, float]] = {}
-        for row in _open_attempts():
+        for fence, job_pk, name, key, owner, beat_at, lease_until, db_now in _open_attempts():
             now = clock.monotonic()
-            beat_at, since = self._beats.get(row.pk, (None, now))
-            since = since if beat_at == row.beat_at else now
-            seen[row.pk] = (row.beat_at, since)
+            then, since = self._beats.get(fence, (None, now))
+            since = since if then == beat_at else now
+            seen[fence] = (beat_at, since)
             yield Suspect(
-                fence=row.pk,
-                job_pk=row.job_id,
-                name=row.job.name,
-                key=row.job.key,
-                owner=row.owner,
-                beat_at=row.beat_at,
+                fence=fence,
+                job_pk=job_pk,
+                name=name,
+                key=key,
+                owner=owner,
+                beat_at=beat_at,
                 # As its own last beat wrote it: another deploy may have another lease.
-                lease=(row.lease_until - row.beat_at).total_seconds(),
-                overdue=(row.db_now - row.lease_until).total_seconds(),
+                lease=(lease_until - beat_at).total_seconds(),
+                overdue=(db_now - lease_until).total_seconds(),
                 still=now - since,
             )
         self._beats = seen
@@ -244,15 +258,16 @@ class Coordinator:
             if dispatch.touch_epoch(queue, ttl=EPOCH_TTL):
                 return 0
             self._wiped[server] = lifecycle.database_now()
-        resent = 0
+        resent, until = 0, clock.monotonic() + DUTY_SECONDS
         for name in dispatch.queue_names():
             if dispatch.server_of(name) == server:
-                resent += self._resend_before(name, self._wiped[server])
-        dispatch.set_epoch(queue, ttl=EPOCH_TTL)
-        del self._wiped[server]
+                resent += self._resend_before(name, self._wiped[server], until)
+        if clock.monotonic() < until:  # or the next tick goes on
+            dispatch.set_epoch(queue, ttl=EPOCH_TTL)
+            del self._wiped[server]
         return resent
 
-    def _resend_before(self, queue: str, moment: datetime) -> int:
+    def _resend_before(self, queue: str, moment: datetime, until: float) -> int:
         resent, waits = 0, _Waits(lifecycle.database_now())
         for rows in _pages(_sent_before(queue, moment), "dispatched_at", most=None):
             sent = _send(rows)
@@ -260,6 +275,8 @@ class Coordinator:
             waits.note(rows)
             if sent.pushed < sent.marked:
                 raise RedisError(f"queue {queue!r} can not be filled again right now")
+            if clock.monotonic() >= until:
+                break
         _tell_resent(queue, resent, "wiped", waits)
         return resent
 
@@ -305,15 +322,19 @@ class Coordinator:
             signals.tell(signals.coordinator_failed, "", error=error)
 
     def prune(self) -> Pruned:
-        """Delete or hollow rows out of retention, PAGES of BATCH per job at the most."""
-        total = Pruned()
-        for name in lifecycle.names():
+        """Delete or hollow rows out of retention; what PRUNE_SECONDS leave, the next tick does."""
+        total, until = Pruned(), clock.monotonic() + PRUNE_SECONDS
+        self._unpruned = self._unpruned or lifecycle.names()
+        while self._unpruned:
+            name = self._unpruned[0]
             older_than = registry.options_of(name).retain_for
-            for _ in range(PAGES):
-                page = prune_page(name, older_than=older_than, limit=conf.get().BATCH)
-                total += page
-                if page.deleted + page.tombstones < conf.get().BATCH:
-                    break
+            page = prune_page(name, older_than=older_than, limit=PRUNE_PAGE)
+            total += page
+            if page.deleted + page.tombstones < PRUNE_PAGE:
+                del self._unpruned[0]
+            if self._unpruned and clock.monotonic() >= until:
+                self._next.pop("prune", None)
+                break
         return total
 
     def _freshly_taken(self, ids: frozenset[str]) -> set[str]:
@@ -327,6 +348,14 @@ class Coordinator:
         now = clock.monotonic()
         self._taken = {i: self._taken.get(i, now) for i in ids}
         return {i for i, since in self._taken.items() if now - since < conf.get().RESEND_AFTER}
+
+
+def _counted() -> dict[str, Any]:
+    """Return what stands in Redis for the summaries; nothing where it can not be asked."""
+    try:
+        return counters.sums() if conf.get().METRICS else {}
+    except UNREACHABLE:
+        return {}
 
 
 def tell_lost(lost: Lost, cause: str) -> None:
@@ -348,27 +377,30 @@ def prune_page(name: str, *, older_than: float, limit: int) -> Pruned:
 
 def unknown_names() -> list[str]:
     """Return the names of active rows that no job of this process has."""
-    waiting = lifecycle.jobs().filter(status__in=(*WAITING, Status.RUNNING))
-    found = waiting.order_by("name").values_list("name", flat=True).distinct()
-    return [name for name in found if registry.find(name) is None]
+    active = lifecycle.jobs().filter(status__in=ACTIVE)
+    unknown = (name for name in lifecycle.names() if registry.find(name) is None)
+    return [name for name in unknown if active.filter(name=name).exists()]
 
 
-def _open_attempts() -> Iterator[Any]:
-    """Yield open attempts by primary key, a page at a time, each with the database's clock."""
-    last = 0
-    while True:
-        rows = list(
-            lifecycle.attempts()
-            .filter(outcome=None, pk__gt=last)
-            .select_related("job")
-            .only("job__name", "job__key", "owner", "beat_at", "lease_until")
-            .annotate(db_now=DbNow())
-            .order_by("pk")[: conf.get().BATCH]
-        )
+def _open_attempts() -> Iterator[tuple[Any, ...]]:
+    """
+    Yield open attempts by their jobs, a page at a time, each with the database's clock.
+
+    A job has one open attempt at most. By the attempts' own primary key a database might walk
+    through all that have ended: the open ones are the newest.
+    """
+    columns = ("pk", "job_id", "job__name", "job__key", "owner", "beat_at", "lease_until")
+    size = LOOKED_AT * conf.get().BATCH
+    open_ones = lifecycle.attempts().filter(outcome=None, ended_at=None)
+    ordered = open_ones.order_by("outcome", "ended_at", "job_id")
+    last, full = 0, True
+    while full:
+        # No models: a hundred thousand of them would take longer than a sweep may.
+        behind = ordered.filter(job_id__gt=last).annotate(db_now=DbNow())
+        rows = list(behind.values_list(*columns, "db_now")[:size])
         yield from rows
-        if len(rows) < conf.get().BATCH:
-            return
-        last = rows[-1].pk
+        full = len(rows) == size
+        last = rows[-1][1] if rows else last
 
 
 @dataclass(slots=True)
@@ -399,10 +431,21 @@ def _sent_before(queue: str, moment: datetime) -> Any:
 
 
 def _pages(rows: Any, by: str, *, most: int | None = PAGES) -> Iterator[list[ProcessedJob]]:
-    """Yield pages in the order of column ``by``, each from behind the last one; ``most`` pages."""
+    """
+    Yield pages in the order of column ``by``, each from behind the last one; ``most`` pages.
+
+    Each status by itself: an index has the rows in their order within one only, and a database
+    that has to sort them would do so with all that wait, for each page.
+    """
+    for status in WAITING:
+        yield from _pages_of(rows.filter(status=status), by, most)
+
+
+def _pages_of(rows: Any, by: str, most: int | None) -> Iterator[list[ProcessedJob]]:
     fields = ("pk", "version", "generation", "attempts", "name", "queue", "dispatch_id", by)
     size = conf.get().BATCH
-    ordered = rows.only(*fields).order_by(by, "pk")
+    # As the index has them: those that were never sent all have the same ``dispatched_at``.
+    ordered = rows.only(*fields).order_by(*dict.fromkeys(("dispatched_at", by, "pk")))
     behind = Q()
     for _ in range(most) if most is not None else count():
         page = list(ordered.filter(behind)[:size])
@@ -410,9 +453,9 @@ def _pages(rows: Any, by: str, *, most: int | None = PAGES) -> Iterator[list[Pro
         if len(page) < size:
             return
         last = page[-1]
-        behind = Q(**{f"{by}__gt": getattr(last, by)}) | Q(
-            **{by: getattr(last, by)}, pk__gt=last.pk
-        )
+        at = getattr(last, by)
+        # The first of the three bounds what an index is searched for, which OR does not.
+        behind = Q(**{f"{by}__gte": at}) & (Q(**{f"{by}__gt": at}) | Q(pk__gt=last.pk))
 
 
 def _stands_in(queue: str, dispatch_id: str | None) -> bool:

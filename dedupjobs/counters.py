@@ -356,6 +356,24 @@ def read(*roles: str) -> Counts:
     return _counts_of(found, signs)
 
 
+def sums() -> dict[str, dict[str, int]]:
+    """
+    Return how often the status cache was read, by who answered ("missed": the database), and how
+    long runs waited for a lock, by bucket; raises what Redis raises.
+    """
+    seen = read()
+    reads = {level: number for (level,), number in seen.counters["cache_hits_total"].items()}
+    reads["missed"] = seen.counters["cache_misses_total"].get((), 0)
+    waits: Counter[str] = Counter()
+    bounds = _bounds(METRICS["lock_wait_seconds"])
+    for buckets in seen.histograms["lock_wait_seconds"].values():
+        below = 0
+        for bound, number in zip(bounds, buckets.counts, strict=False):
+            waits[bound] += number - below
+            below = number
+    return {"reads": reads, "waits": {bound: number for bound, number in waits.items() if number}}
+
+
 def _counts_of(found: dict[str, int], signs: dict[str, float]) -> Counts:
     counters: dict[str, Counter[tuple[str, ...]]] = {n: Counter() for n in METRICS}
     parts: dict[str, dict[tuple[str, ...], Counter[str]]] = {

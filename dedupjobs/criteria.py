@@ -18,7 +18,7 @@ from typing import Any
 from uuid import UUID
 
 from django.db import connections
-from django.db.models import Case, Count, Exists, F, Min, OuterRef, Q, QuerySet, When
+from django.db.models import Case, Count, F, Min, Q, QuerySet, When
 from django.db.models.functions import Coalesce
 
 from dedupjobs import conf, lifecycle, registry
@@ -36,7 +36,7 @@ Rows = QuerySet[ProcessedJob]
 
 SEARCHED = 10_000  # rows, the newest ones, that a search for an argument's value reads
 LARGEST_PK = 2**63 - 1
-HOUR = 3_600
+HOUR, WEEK = 3_600, 7 * 86_400
 DIGEST = 64  # hex digits of a key's hash
 
 AGES = {"1h": 3_600, "1d": 86_400, "7d": 7 * 86_400, "30d": 30 * 86_400}
@@ -92,22 +92,13 @@ def _ago(seconds: float) -> datetime:
     return lifecycle.database_now() - timedelta(seconds=seconds)
 
 
-NOT_SUCCEEDED = [status for status in Status if status != Status.SUCCEEDED]
-
-
 def _error(rows: Rows, value: str) -> Rows:
     text = clean(value)
     if text is None:
         return rows.none()
-    # By its last part, too: people know exceptions by their class, not by their module.
-    newest = lifecycle.attempts().filter(job_id=OuterRef("pk"), number=OuterRef("attempts"))
-    named = newest.filter(error_class__in=_spelled(text))
-    # Most attempts that failed were followed by one that did not: those jobs need not be looked at.
-    return rows.filter(Exists(named), status__in=NOT_SUCCEEDED)
-
-
-def _spelled(text: str) -> list[str]:
-    return [text] if "." in text else [text, f"builtins.{text}"]
+    # Python's own without their module, too: so people know them.
+    spelled = [text] if "." in text else [text, f"builtins.{text}"]
+    return rows.filter(error_class__in=spelled)
 
 
 def _condition(rows: Rows, value: str) -> Rows:
@@ -157,7 +148,7 @@ def _of(attempts: Callable[[], Any]) -> Callable[[Rows], Rows]:
 
 
 def _lost() -> Any:
-    return lifecycle.attempts().filter(outcome=AttemptOutcome.LOST)
+    return lifecycle.attempts().filter(outcome=AttemptOutcome.LOST, ended_at__gt=_ago(WEEK))
 
 
 def _failed() -> Any:

@@ -10,7 +10,9 @@ needs ``FOREIGN_PICKLE``.
 from __future__ import annotations
 
 import pickle  # only reached with FOREIGN_PICKLE=True
+import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from rq.exceptions import NoSuchJobError
@@ -27,6 +29,9 @@ HOOKS = frozenset(
     b"success_callback_name failure_callback_name stopped_callback_name webhooks".split()
 )
 """Fields of a message that make RQ call, or ask, what they name."""
+
+PACKED = frozenset((b"data", b"exc_info"))  # fields that RQ unpacks, whatever comes out of them
+LONGEST = 1024 * 1024  # bytes of such a field
 
 
 class Serializer:
@@ -100,6 +105,8 @@ class Guarded:
         trusts = conf.get().FOREIGN_PICKLE
         kept = raw_data if trusts else {k: v for k, v in raw_data.items() if k not in HOOKS}
         try:
+            if not trusts:
+                _check_sizes(kept)
             super().restore(kept)  # type: ignore[misc]
         except NoSuchJobError:
             raise
@@ -107,6 +114,16 @@ class Guarded:
             self.rubbish = f"{type(error).__name__}: {error}"
         if self.description is not None:  # RQ logs it as it is
             self.description = line(self.description)
+
+
+def _check_sizes(raw: dict[bytes, bytes]) -> None:
+    """Raise ValueError if a field that RQ unpacks is larger than any of ours."""
+    for name in PACKED & raw.keys():
+        reader = zlib.decompressobj()
+        with suppress(zlib.error):  # RQ then takes it as it is
+            reader.decompress(raw[name], LONGEST)
+            if reader.unconsumed_tail:
+                raise ValueError(f"{name.decode()} has more than {LONGEST:,} bytes once unpacked")
 
 
 def _is_id(text: str) -> bool:

@@ -60,9 +60,14 @@ def note(measured: Load, level: Level, owner: str) -> None:
 
 
 def last() -> Watch | None:
-    """Return what was seen last, however old."""
-    found: Watch | None = _rows().filter(pk=THE_ONE).first()
+    """Return what was seen last, however old, with the database's clock as ``db_now``."""
+    found: Watch | None = _rows().filter(pk=THE_ONE).annotate(db_now=DbNow()).first()
     return found
+
+
+def age(seen: Any) -> float:
+    """Return the seconds since a look, as ``last`` has returned it."""
+    return float((seen.db_now - seen.at).total_seconds())
 
 
 def level() -> Level:

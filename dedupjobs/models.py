@@ -7,6 +7,7 @@ stand in no index, so that PostgreSQL updates them in place.
 
 from __future__ import annotations
 
+from datetime import datetime
 from enum import StrEnum
 
 from django.db import models
@@ -61,7 +62,7 @@ class Kind(StrEnum):
 class ProcessedJob(models.Model):
     """One business key, for life: a later run reopens the row, nothing inserts a second one."""
 
-    key_hash = models.CharField(_("key hash"), max_length=64, unique=True)
+    key_hash = models.CharField(_("key hash"), max_length=64)
     key = models.CharField(
         _("key"), max_length=200, blank=True, help_text=_("Readable, cut to 200 characters.")
     )
@@ -99,6 +100,9 @@ class ProcessedJob(models.Model):
     hold_requested = models.BooleanField(_("hold requested"), default=False)
     result = models.TextField(_("result"), null=True, blank=True, help_text=_("JSON."))
     error = models.TextField(_("error"), blank=True)
+    error_class = models.CharField(
+        _("error class"), max_length=200, blank=True, help_text=_("Of the last counted failure.")
+    )
     duplicates = models.PositiveBigIntegerField(_("duplicates"), default=0)
     traceparent = models.CharField(max_length=64, blank=True)
     created_at = UtcDateTimeField(_("created"))
@@ -121,15 +125,21 @@ class ProcessedJob(models.Model):
             ("purge_processedjob", _("Can purge jobs")),
             ("arguments_processedjob", _("Can view arguments and results")),
         ]
+        # Not ``unique=True``, for which Django makes a second index on PostgreSQL.
+        constraints = [models.UniqueConstraint(fields=["key_hash"], name="dedupjobs_one_per_key")]
         indexes = [
             models.Index(fields=["status", "dispatched_at", "run_after"], name="dedupjobs_due"),
-            models.Index(fields=["status", "finished_at"], name="dedupjobs_final"),
-            models.Index(fields=["name", "status"], name="dedupjobs_name"),
+            # What is out of retention, oldest first; then tombstones, by the end of their window.
+            models.Index(
+                fields=["name", "status", "finished_at", "unique_until"], name="dedupjobs_final"
+            ),
+            models.Index(fields=["name", "status", "queue"], name="dedupjobs_name"),
             models.Index(fields=["queue", "status"], name="dedupjobs_queue"),
             models.Index(fields=["scope", "key"], name="dedupjobs_key"),
             # With the pk: rows that were set aside share a mark, and the oldest goes first.
             models.Index(fields=["dispatch_id", "id"], name="dedupjobs_dispatch"),
             models.Index(fields=["duplicates"], name="dedupjobs_duplicates"),
+            models.Index(fields=["error_class", "name", "queue"], name="dedupjobs_error"),
             models.Index(fields=["enqueued_at"], name="dedupjobs_age"),
             # Those of one state, by age: neither index alone finds old ones among many.
             models.Index(fields=["status", "enqueued_at"], name="dedupjobs_state_age"),
@@ -147,6 +157,12 @@ class ProcessedJob(models.Model):
         """Whether only the key is left: arguments, result and attempts were pruned."""
         return not self.args
 
+    @property
+    def ended_at(self) -> datetime | None:
+        """When a final row ended; None for others. A tombstone keeps it where a due time was."""
+        ended: datetime | None = self.finished_at or self.run_after
+        return ended if self.status in FINAL else None
+
 
 class JobAttempt(models.Model):
     """
@@ -162,7 +178,7 @@ class JobAttempt(models.Model):
     )
     number = models.PositiveIntegerField(_("number"))
     generation = models.PositiveIntegerField(_("generation"))
-    owner = models.CharField(_("owner"), max_length=64, unique=True)
+    owner = models.CharField(_("owner"), max_length=64)
     lease_until = UtcDateTimeField(_("leased until"))
     beat_at = UtcDateTimeField(_("last beat"))
     began_at = UtcDateTimeField(
@@ -202,13 +218,16 @@ class JobAttempt(models.Model):
         verbose_name_plural = _("attempts")
         default_permissions = ("view",)
         constraints = [
-            models.UniqueConstraint(fields=["job", "number"], name="dedupjobs_one_per_number")
+            models.UniqueConstraint(fields=["job", "number"], name="dedupjobs_one_per_number"),
+            # One index that PostgreSQL looks a whole owner and the start of one up in.
+            models.UniqueConstraint(
+                fields=["owner"], name="dedupjobs_one_owner", opclasses=["varchar_pattern_ops"]
+            ),
         ]
         indexes = [
             # Finds what is open, and what ended in one minute, without a second index.
             # It holds the job, too, so that lists of lost attempts need not read the rows.
             models.Index(fields=["outcome", "ended_at", "job"], name="dedupjobs_outcome"),
-            models.Index(fields=["error_class"], name="dedupjobs_error"),
         ]
 
     def __str__(self) -> str:

@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from django.db import transaction
+from django.db.models import F
 from django.utils.translation import gettext as _
 
 from dedupjobs import controls, dispatch, invalidation, lifecycle, locks, signals
@@ -168,6 +169,22 @@ def record(
     )
 
 
+def record_alike(rows: Sequence[ProcessedJob], like: Operation) -> None:
+    """Save the records of one change of many rows by one statement; ``like``: one of them."""
+    lifecycle.insert_for_each(
+        lifecycle.jobs().filter(pk__in=[row.pk for row in rows]).order_by("pk"),
+        Operation,
+        job=F("pk"),
+        action=like.action,
+        by=like.by,
+        reason=like.reason,
+        before=like.before,
+        after=like.after,
+        at=like.at,
+        bulk=like.bulk_id,
+    )
+
+
 def tell(action: str, row: ProcessedJob, after: Status, by: str) -> None:
     """Say after the commit what was done."""
     tell_all(action, [(row, after)], by)
@@ -266,7 +283,7 @@ def send_again(row: ProcessedJob, *, by: str, reason: str = "") -> Status:
     after = _act("send again", row, by, reason, arrow)
     dispatch.push_on_commit([Delivery.of(row, sent[0])])
     if row.dispatch_id:
-        _after_commit(lambda: dispatch.remove(row.queue, row.dispatch_id or ""))
+        _after_commit(lambda: _remove(row.queue, row.dispatch_id or ""))
     return after
 
 
@@ -305,7 +322,7 @@ def forget(row: ProcessedJob, *, by: str, reason: str = "") -> Status:
     """Remove what RQ keeps of a message that this row does not wait for; raises RedisError."""
 
     def arrow() -> Status | None:
-        if not _is_as_seen(row) or not row.dispatch_id:
+        if not _is_as_seen(row) or not row.dispatch_id or _is_waited_for(row.dispatch_id):
             return None
         dispatch.forget(row.queue, row.dispatch_id)
         return Status(row.status)
@@ -445,8 +462,19 @@ def _send(status: Status, row: ProcessedJob) -> Status:
 def _free(pk: int, message: tuple[str, str | None] | None) -> None:
     queue, dispatch_id = message or ("", None)
     if dispatch_id:
-        dispatch.remove(queue, dispatch_id)
+        _remove(queue, dispatch_id)
     locks.clear(pk)
+
+
+def _remove(queue: str, dispatch_id: str) -> None:
+    """Take a message out of its queue, unless other rows wait for it, too."""
+    if not _is_waited_for(dispatch_id):
+        dispatch.remove(queue, dispatch_id)
+
+
+def _is_waited_for(dispatch_id: str) -> bool:
+    waiting = lifecycle.jobs().filter(dispatch_id=dispatch_id, status__in=WAITING)
+    return waiting.exists()
 
 
 def _after_commit(act: Callable[[], Any]) -> None:

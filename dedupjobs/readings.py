@@ -228,7 +228,7 @@ def _read_alerts(found: _Found) -> None:
     for kind in KINDS:
         found.gauge("alerts", opened[kind], kind)
     last = load.last()
-    if last is not None and found.age(last.at) <= load.OLD:
+    if last is not None and load.age(last) <= load.OLD:
         found.gauge("pressure_score", last.score)
 
 

@@ -35,6 +35,7 @@ from redis.exceptions import TimeoutError as RedisTimeout
 
 from dedupjobs import clock, conf, lifecycle, wire
 from dedupjobs.clock import DbNow
+from dedupjobs.endings import clip
 from dedupjobs.models import Cause, DuplicateCount, DuplicateSample, Fold
 
 GATHER = 0.05  # seconds between two payments of a process that turns away many calls
@@ -46,9 +47,10 @@ TTL = 86_400
 
 LATER = "later"  # stands for a cause where only the row's share is still to be added
 
-_ENTRY = re.compile(rf"[0-9]{{1,18}}:({'|'.join((*Cause.values, LATER))}):.{{0,200}}")
+_ENTRY = re.compile(rf"[0-9]{{1,18}}:({'|'.join((*Cause.values, LATER))}):[^\x00\n]{{0,200}}")
 _NUMBER = re.compile("[0-9]{1,12}")
 _FIELDS = {"job", "cause", "at", "host", "pid", "request", "detail"}
+_TEXTS = (("host", 200), ("request", 200), ("detail", 500))  # characters that are kept
 
 # KEYS[1]: a key. ARGV[1]: deleted only if it still has this value.
 _DELETE_IF = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end"
@@ -229,7 +231,7 @@ def _taken() -> tuple[str | None, dict[str, int], list[dict[str, Any]]]:
                 redis.eval(_DELETE_IF, 1, _key("fold"), token)
                 return None, {}, []
         found: Any = redis.hgetall(mine)
-        texts: Any = redis.lrange(_key("samples"), 0, -1)
+        texts: Any = redis.lrange(_key("samples"), 0, SAMPLES - 1)
         redis.delete(_key("samples"))
     counted = {_text(k): _text(v) for k, v in found.items()}
     counts = {
@@ -284,11 +286,23 @@ def _sample(text: bytes | str) -> dict[str, Any] | None:
     """Return a sample as ``count_duplicate`` wrote it; what somebody else wrote is dropped."""
     try:
         sample = json.loads(text)
-        datetime.fromisoformat(sample["at"])
-        fits = isinstance(sample["job"], int) and sample["cause"] in Cause.values
-        return sample if fits and sample.keys() == _FIELDS else None
-    except (ValueError, TypeError, KeyError):
+        fits = sample.keys() == _FIELDS and _fits(sample)
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return None
+    return sample if fits else None
+
+
+def _fits(sample: dict[str, Any]) -> bool:
+    """Tell whether every database can store it."""
+    at = datetime.fromisoformat(sample["at"])
+    numbers = ((sample["job"], 2**63), (sample["pid"], 2**31))
+    return (
+        sample["cause"] in Cause.values
+        and at.tzinfo is not None
+        and 2000 <= at.year < 9000  # noqa: PLR2004 - no zone leads out of the calendar
+        and all(type(number) is int and 0 <= number < end for number, end in numbers)
+        and all(clip(sample[name], longest) == sample[name] for name, longest in _TEXTS)
+    )
 
 
 def _keep(samples: list[dict[str, Any]]) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -89,14 +89,21 @@ Groups = dict[tuple[str, str], Totals]
 # ---- keeping them
 
 
-def keep() -> int:
-    """Bring the summaries up to date; return how many minutes were made."""
+Counted = Callable[[], Mapping[str, Any]]
+
+
+def keep(counted: Counted = dict) -> int:
+    """
+    Bring the summaries up to date; return how many minutes were made.
+
+    ``counted`` is asked once a minute for what others count, to be kept with what stands there.
+    """
     current = floor(lifecycle.database_now(), MINUTE)
     made = _catch_up(newest() or floor(_first_ended() or current, MINUTE), current)
     measured = _all().filter(span=MINUTE, begin=current, queue="", name="").exclude(gauges="{}")
     begun = not measured.exists()
     if begun:
-        _measure(current)
+        _measure(current, counted)
         forget(current)
     if begun and made[-1] == current:
         made.append(_make_minute(current - timedelta(minutes=LATE)))
@@ -244,7 +251,7 @@ def _upsert(rows: Sequence[Summary], columns: Sequence[str]) -> None:
 # ---- what stands there at a moment
 
 
-def _measure(begin: datetime) -> None:
+def _measure(begin: datetime, counted: Counted = dict) -> None:
     """Note how many rows wait and run, each to a bound, so the cost has one, too."""
     gauges: dict[tuple[str, str], str] = {}
     totals: Counter[str] = Counter()
@@ -263,6 +270,7 @@ def _measure(begin: datetime) -> None:
         "cut": sorted(cut),
         "duplicates": duplicates(),
         "pressure": _pressure(),
+        **counted(),
     }
     gauges["", ""] = json.dumps(seen)
     _write_gauges(MINUTE, begin, gauges)

@@ -299,9 +299,10 @@ def test_filters_find_what_they_name(admin_client: Client) -> None:
     JobAttempt.objects.filter(job=silent).update(active_at=DbNow(-90))
     lost = make(Status.DEAD, key="lost", queue="low", scope="acme", enqueued_at=DbNow(-7_200))
     try_of(lost, outcome="LOST", ended_at=DbNow())
-    failed = make(Status.DEAD, key="failed", duplicates=3)
+    try_of(make(key="lost long ago"), outcome="LOST", ended_at=DbNow(-8 * 86_400))
+    failed = make(Status.DEAD, key="failed", duplicates=3, error_class="builtins.ValueError")
     try_of(failed, outcome="FAILED", ended_at=DbNow(), error_class="builtins.ValueError")
-    again = make(Status.DEAD, key="again")
+    again = make(Status.DEAD, key="again", error_class="shop.errors.Declined")
     try_of(again, outcome="FAILED", ended_at=DbNow(), error_class="builtins.ValueError")
     try_of(again, outcome="FAILED", ended_at=DbNow(), error_class="shop.errors.Declined")
     assert busy.status == "RUNNING"

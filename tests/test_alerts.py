@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -350,6 +351,30 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     finally:
         del connections["replica"]
         other.close()
+
+
+@pytest.mark.large
+def test_replica_that_a_redis_names_and_that_does_not_follow_is_told() -> None:
+    with (
+        Valkey() as server,
+        Valkey("--replicaof", f"127.0.0.1 {server.port}") as replica,
+        live.changed(**live.redis_at(server.url)),
+        told(REPLICA_LAG=2),
+    ):
+        watching = Watch()
+        with server.client() as client:
+            until(lambda: "slave0" in client.info("replication"), 20)
+        looks(watching)
+        assert open_ones("replica_lag") == []
+        assert replica.process is not None
+        replica.process.send_signal(signal.SIGSTOP)
+        try:
+            until(lambda: watching.round() and open_ones("replica_lag"), 30, every=0.2)
+        finally:
+            replica.process.send_signal(signal.SIGCONT)
+        told_of = [subject for _, subject in open_ones("replica_lag")]
+        until(lambda: watching.round() and not open_ones("replica_lag"), 30, every=0.2)
+    assert "the Redis of queue default" in told_of
 
 
 @pytest.mark.parametrize("by", [3.0, -3.0])
@@ -818,6 +843,22 @@ def test_webhook_that_hangs_delays_neither_a_tick_nor_a_look(hook: Hook) -> None
             assert hook.got == []
             hook.gate.set()
     assert not [t for t in threading.enumerate() if t.name.startswith("dedupjobs-watch")]
+
+
+@live.with_sqlite
+def test_worker_tells_a_webhook_and_one_that_hangs_holds_no_job_up(
+    hook: Hook, spawn: live.Spawn
+) -> None:
+    hook.gate.clear()
+    make_dead()
+    live.start_worker(spawn, ALERTS={**AT_ONCE, "EVERY": 0.1, "WEBHOOK": hook.url})
+    with live.brisk():
+        until(lambda: AlertNotice.objects.filter(tries=1).exists(), live.PATIENCE)
+        live.wait_for(jobs.record.enqueue(tag="meanwhile"))
+        assert hook.got == []
+        hook.gate.set()
+        until(lambda: hook.got, live.PATIENCE)
+    assert [(got["event"], got["kind"]) for got in hook.got] == [("raised", "dead")]
 
 
 @contextmanager

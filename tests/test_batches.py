@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from django.db import OperationalError, connection, transaction
 
-from dedupjobs import batches, dispatch, interrupts, lifecycle, locks, probes
-from dedupjobs.batches import course
+from dedupjobs import batches, dispatch, interrupts, lifecycle, locks, operations, probes
+from dedupjobs.batches import course, shared
 from dedupjobs.clock import DbNow
 from dedupjobs.exceptions import ArgumentError, Cancel, JobDefinitionError, Snooze
 from dedupjobs.models import AttemptOutcome, JobAttempt, ProcessedJob, Status
@@ -169,6 +169,13 @@ def test_stale_job_writes_nothing_and_the_others_succeed(kind: str, acts: Any) -
     assert ("1" in tags()) == (kind != "atomic"), "an atomic effect goes with its ending"
 
 
+@pytest.fixture
+def _shared_for_long(monkeypatch: Any) -> None:
+    """Let a slow machine not end a shared transaction between two jobs."""
+    monkeypatch.setattr(shared, "GATHERED", 60.0)
+
+
+@pytest.mark.usefixtures("_shared_for_long")
 @every_kind
 def test_job_that_times_out_ends_alone(kind: str, acts: Any) -> None:
     acts["1"] = lambda: time.sleep(30)
@@ -187,6 +194,18 @@ def test_job_that_times_out_ends_alone(kind: str, acts: Any) -> None:
     else:
         assert innocent.status == Status.SUCCEEDED
     assert statuses(rows)[2] == Status.SUCCEEDED
+
+
+@pytest.mark.usefixtures("_shared_for_long")
+@pytest.mark.skipif(not has_row_locks, reason="on SQLite each has a transaction of its own")
+def test_deadlock_ends_the_shared_transaction_and_the_innocent_run_again(acts: Any) -> None:
+    acts["1"] = raising(OperationalError("deadlock detected"))
+    rows = enqueued("atomic", 3)
+    run(rows)
+    assert outcomes(rows) == [[INTERRUPTED], [FAILED], [SUCCEEDED]]
+    assert tags() == ["2"]
+    run([rows[0]])
+    assert outcomes(rows)[0] == [INTERRUPTED, SUCCEEDED]
 
 
 def test_job_whose_cancellation_is_asked_for_before_its_turn_does_not_start(acts: Any) -> None:
@@ -460,3 +479,51 @@ def test_batch_inside_a_transaction_runs_row_by_row() -> None:
     with transaction.atomic():
         run(rows)
     assert outcomes(rows) == [[SUCCEEDED]] * 2
+
+
+@every_kind
+@pytest.mark.parametrize("count", [1, 3])
+def test_success_forgets_the_failure_before_it_however_it_is_written(
+    acts: dict[str, Callable[[], Any]], kind: str, count: int
+) -> None:
+    rows = enqueued(kind, count)
+    ProcessedJob.objects.update(error_class="shop.Declined", error="no", failures=1)
+    run(rows)
+    found = ProcessedJob.objects.values_list("status", "error_class", "error", "failures")
+    assert list(found) == [(Status.SUCCEEDED, "", "", 1)] * count
+
+
+def test_cancelled_row_leaves_the_message_that_others_wait_for() -> None:
+    rows = enqueued("each", 3)
+    cancelled, again, last = (job_row(row) for row in rows)
+    operations.cancel(cancelled, by="me")
+    assert live.queued() == [cancelled.dispatch_id]
+    operations.send_again(again, by="me")
+    assert live.queued()[0] == last.dispatch_id
+    operations.cancel(last, by="me")
+    assert last.dispatch_id not in live.queued(), "nobody waits for it any more"
+    live.work_off()
+    assert statuses(rows) == [Status.CANCELLED, Status.SUCCEEDED, Status.CANCELLED]
+
+
+@every_kind
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"generation": 2},
+        {"run_after": DbNow(60)},
+        {"cancel_requested": True},
+        {"hold_requested": True},
+        {"status": Status.HELD},
+        {"status": Status.RUNNING, "attempts": 1},
+        {"status": Status.SUCCEEDED},
+    ],
+    ids=["another generation", "later", "cancel", "hold", "held", "running", "succeeded"],
+)
+def test_row_that_a_single_claim_would_leave_is_left(kind: str, change: dict[str, Any]) -> None:
+    rows = enqueued(kind, 3)
+    ProcessedJob.objects.filter(pk=rows[1].pk).update(**change)
+    before = ProcessedJob.objects.filter(pk=rows[1].pk).values().get()
+    run(rows)
+    assert ProcessedJob.objects.filter(pk=rows[1].pk).values().get() == before
+    assert outcomes(rows) == [[SUCCEEDED], [], [SUCCEEDED]]

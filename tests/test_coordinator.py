@@ -274,6 +274,16 @@ def test_locked_attempts_more_than_a_page_block_none_behind_them() -> None:
         assert len(coordinator.reclaim()) == len(locked)
 
 
+def test_sweep_that_has_no_time_left_looks_at_all_and_leaves_them_to_the_next() -> None:
+    claims = [live.claimed(jobs.record.enqueue(tag=f"many {n}")) for n in range(3)]
+    coordinator = Coordinator()
+    for _ in range(2):
+        assert coordinator.reclaim(within=0) == []
+    until(lambda: all(s.expired for s in coordinator.suspects()), PATIENCE)
+    assert coordinator.reclaim(within=0) == []
+    assert [one.fence for one in coordinator.reclaim()] == [claim.fence for claim in claims]
+
+
 @needs_row_locks
 def test_attempt_whose_jobs_row_is_locked_is_skipped_and_taken_later() -> None:
     claim = live.claimed(jobs.record.enqueue(tag="in use"))
@@ -467,6 +477,23 @@ def test_wiped_redis_has_all_waiting_rows_sent_again_at_once(coordinator: Coordi
         assert len(sent) == 4, "ten rows share a message"
         assert set(sent) == set(message_ids(*outcomes))
         assert coordinator.tick().resent == 0
+
+
+def test_wiped_redis_that_takes_more_than_a_tick_to_fill_is_filled_by_the_next_ones(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with live.brisk(**PATIENT, RESEND_AFTER=FAR, BATCH=2):
+        outcomes = [jobs.record.enqueue(tag=f"wiped {n}") for n in range(5)]
+        with live.rq_client() as client:
+            client.flushdb()
+        monkeypatch.setattr("dedupjobs.coordinator.DUTY_SECONDS", 0.0)  # a page a tick
+        assert [coordinator.resend_wiped("default") for _ in range(4)] == [2, 2, 1, 0]
+        assert set(live.queued()) == set(message_ids(*outcomes))
+        monkeypatch.undo()
+        assert coordinator._wiped, "nobody may believe yet that all was sent"
+        assert coordinator.resend_wiped("default") == 0
+        assert not coordinator._wiped
+        assert Coordinator().resend_wiped("default") == 0
 
 
 @pytest.mark.large

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,9 +15,10 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils import timezone
 
-from dedupjobs import conf, criteria, dispatch, fleet, lifecycle, locks, summaries
+from dedupjobs import conf, counters, criteria, dispatch, fleet, lifecycle, locks, summaries
 from dedupjobs.admin import board, tiles
 from dedupjobs.admin.charts import Plan, Series, draw
+from dedupjobs.admin.tiles import Tile
 from dedupjobs.alerts.watch import Watch
 from dedupjobs.coordinator import Coordinator
 from dedupjobs.models import (
@@ -60,6 +62,10 @@ def text(page: Any) -> str:
 
 def values(found: board.Board) -> dict[str, str]:
     return {tile.key: tile.value for tile in (*found.tiles, *found.happened)}
+
+
+def tiles_of(span: str) -> dict[str, Tile]:
+    return {tile.key: tile for tile in board.read(span).happened}
 
 
 def one_of_each() -> dict[str, ProcessedJob]:
@@ -274,9 +280,52 @@ def test_stuck_jobs_are_the_headline(admin_client: Client) -> None:
     assert "2 jobs need a person." in text(admin_client.get(url()))
 
 
-def test_what_is_not_measured_is_not_a_zero(admin_client: Client) -> None:
-    page = text(admin_client.get(url()))
-    assert "Not measured yet Hits of the status cache, time spent waiting for locks." in page
+def test_what_is_not_measured_is_not_a_zero() -> None:
+    summaries.keep()  # a coordinator that could not ask Redis
+    shown = tiles_of("hour")
+    for key in ("reads", "waits"):
+        assert (shown[key].value, shown[key].hint) == ("–", "a coordinator has not counted yet")
+
+
+def test_reads_of_the_cache_and_waits_for_locks_are_those_of_the_span() -> None:
+    minute = summaries.floor(lifecycle.database_now(), MINUTE)
+    for minutes, reads, waits in (
+        (90, {"process": 1, "missed": 1}, {"0.1": 1}),
+        (60, {"process": 900, "missed": 100}, {"0.1": 7}),
+        (30, {"process": 960, "redis": 20, "missed": 110}, {"0.1": 9, "0.5": 38}),
+        (20, {"missed": 10}, {}),  # the Redis that counted was lost
+        (10, {"process": 100, "missed": 10}, {}),
+    ):
+        gauges = json.dumps({"reads": reads, "waits": waits})
+        Summary.objects.create(
+            span=MINUTE, begin=minute - timedelta(minutes=minutes), gauges=gauges
+        )
+    shown = tiles_of("hour")
+    assert (shown["reads"].value, shown["reads"].hint) == (
+        "90.0 %", "of 200 reads spared the database",
+    )  # fmt: skip
+    # 40 waits in all; the slowest 38 lie between 200 and 500 ms.
+    assert shown["waits"].hint == "p95 of 40 runs that met a busy lock"
+    assert 400 < float(shown["waits"].value.removesuffix(" ms")) < 500
+
+
+def test_coordinator_keeps_what_is_counted_in_redis() -> None:
+    first = Coordinator()
+    first.tick()
+    shown = tiles_of("hour")
+    assert shown["reads"].hint == "a coordinator has not counted yet"
+    counters.add("cache_hits_total", "process", number=30)
+    counters.add("cache_misses_total", number=10)
+    counters.observe("lock_wait_seconds", "testapp.record", seconds=0.3, number=4)
+    counters.observe("lock_wait_seconds", "testapp.other", seconds=0.3)
+    counters.pay()
+    minute = summaries.floor(lifecycle.database_now(), MINUTE)
+    looked = Summary.objects.filter(span=MINUTE).exclude(gauges="{}")
+    looked.update(begin=minute - timedelta(minutes=3))
+    Coordinator(owner=first.owner).tick()
+    shown = tiles_of("hour")
+    assert (shown["reads"].value, shown["waits"].value) == ("75.0 %", "485 ms")
+    assert shown["waits"].hint == "p95 of 5 runs that met a busy lock"
 
 
 def test_empty_system_says_what_to_do_next(admin_client: Client) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import doctest
 import re
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from django.core.management import get_commands
+from django.core.management import get_commands, load_command_class
+from django.urls import resolve
 
 from dedupjobs import conf, registry
 from docs import generate
@@ -62,3 +64,31 @@ def test_every_test_that_a_page_names_is_there(page: str, least: int) -> None:
         there |= set(re.findall(r"def (test_\w+)", file.read_text()))
     assert len(named) >= least
     assert named <= there
+
+
+RUNBOOK = (DOCS / "runbook.md").read_text()
+HAS_CONTROLS = "dedupjobs_control" in get_commands()
+SHOWN = sorted(set(re.findall(r"^\$ manage\.py (.+)$", RUNBOOK, re.MULTILINE)))
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+def test_runbook_shows_commands_that_exist_with_options_that_they_take(shown: str) -> None:
+    name, *arguments = shlex.split(shown)
+    if name == "dedupjobs_control" and not HAS_CONTROLS:
+        return
+    parser = load_command_class("dedupjobs", name).create_parser("manage.py", name)
+    assert parser.parse_args(arguments)
+
+
+def test_runbook_names_commands_and_screens_that_exist() -> None:
+    named = set(re.findall(r"\bdedupjobs_[a-z]+\b", RUNBOOK)) - {"dedupjobs_control"}
+    assert named <= set(get_commands())
+    for path in set(re.findall(r"`(/admin/[^`?]*)", RUNBOOK)) - {"/admin/dedupjobs/control/"}:
+        assert resolve(path).func, path
+
+
+def test_runbook_has_seven_steps_five_levers_and_four_steps_back() -> None:
+    parts = re.split(r"^## ", RUNBOOK, flags=re.MULTILINE)[1:]
+    steps = {part.splitlines()[0]: len(re.findall(r"^### \d\. ", part, re.M)) for part in parts}
+    assert list(steps.values()) == [7, 5, 4, 0, 0, 0]
+    assert list(steps)[3:] == ["Stuck jobs", "Lost Redis", "A bad deploy"]

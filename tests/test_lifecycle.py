@@ -371,12 +371,14 @@ def claim_for(ending: str, row: ProcessedJob) -> Claim:
 def test_ending_writes_attempt_and_job_and_counts_only_failures(
     row: ProcessedJob, name: str, status: str, outcome: str, failures: int
 ) -> None:
-    alter(row, failures=1, lost_count=1)
+    alter(row, failures=1, lost_count=1, error_class="shop.Old")
     claim = claim_for(name, row)
     version = job_row(row).version
     assert ENDINGS[name](claim) == status
     job, attempt = job_row(row), attempt_row(claim)
     assert (job.status, job.failures, job.lost_count) == (status, failures, 1)
+    last_failure = "builtins.ValueError" if failures > 1 else "shop.Old"
+    assert job.error_class == ("" if status == "SUCCEEDED" else last_failure)
     assert (job.generation, job.attempts, job.version) == (1, 1, version + 1)
     assert (attempt.outcome, attempt.reason, attempt.run_time) == (outcome, "because", 1.5)
     assert (attempt.error_class, attempt.error_message) == ("builtins.ValueError", "no luck")

@@ -44,6 +44,7 @@ from dedupjobs.models import JobAttempt, ProcessedJob, Status
 from dedupjobs.registry import FOREVER, job
 from tests import live
 from tests.app import jobs
+from tests.proxy import Proxy
 from tests.rows import Side, alter, alter_attempt, at, claimed, expire, race, tables_missing
 from tests.servers import Valkey
 from tests.waiting import until
@@ -185,6 +186,23 @@ def test_unreachable_lock_is_a_failed_acquisition_which_is_told_once_redis_is_ba
     client.hset(live.lock_name(row.pk), "a", "hash")  # what the script can not read
     assert run(row) is Status.SUCCEEDED
     assert counted("lock_acquire_failed_total") == {("unreachable",): 1}
+
+
+def test_run_that_could_not_reach_its_lock_tells_so_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "host", runner.Host())  # no thread of an earlier test pays
+    with Valkey() as server, Proxy(server.port) as proxy:
+        slow = live.redis_at(f"redis://127.0.0.1:{proxy.port}")
+        with live.changed(**slow, DEDUPJOBS={"LOCK_TIMEOUT": 0.1, "PUSH_TIMEOUT": 10}):
+            row = live.row_of(jobs.record.enqueue(tag="a"))
+            counters.forget_owed()
+            proxy.delay(0.2)
+            assert live.deliver(row) == Status.SUCCEEDED
+            proxy.delay(0.0)
+        with live.changed(**live.redis_at(server.url)):
+            failed = counters.read().counters["lock_acquire_failed_total"]
+    assert failed == {("unreachable",): 1}
 
 
 def test_wait_for_a_lock_is_measured_from_the_first_delivery_that_met_it_busy(

@@ -11,8 +11,8 @@ from django.core.management import CommandError, call_command
 from django.db import transaction
 from django.test import override_settings
 
+from dedupjobs import coordinator, lifecycle, operations, registry, stats
 from dedupjobs import job as register
-from dedupjobs import lifecycle, operations, registry, stats
 from dedupjobs.clock import DbNow
 from dedupjobs.coordinator import Coordinator
 from dedupjobs.exceptions import NoResult, PayloadMismatch
@@ -308,13 +308,42 @@ def test_coordinator_prunes_at_its_first_tick_and_then_every_prune_every() -> No
         assert restarted.tick().pruned == Pruned(deleted=1)
 
 
-@override_settings(DEDUPJOBS={"BATCH": 2})
+@pytest.fixture
+def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "PRUNE_PAGE", 2)
+
+
+@pytest.mark.usefixtures("_small_pages")
 def test_coordinator_takes_several_pages_and_stops_at_none() -> None:
     for i in range(5):
         done(jobs.record_again, tag=f"{i}")
         done(tag=f"{i}")
     assert Coordinator().prune() == Pruned(deleted=5, tombstones=5)
     assert Coordinator().prune() == Pruned()
+
+
+@pytest.mark.usefixtures("_small_pages")
+def test_coordinator_that_ran_out_of_time_goes_on_with_the_next_tick(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for i in range(5):
+        done(jobs.record_again, tag=f"{i}")
+        done(tag=f"{i}")
+    monkeypatch.setattr(coordinator, "PRUNE_SECONDS", 0.0)  # so a page a tick
+    hurried = Coordinator()
+    pruned = [hurried.tick().pruned for _ in range(7)]
+    assert [p.deleted + p.tombstones for p in pruned] == [2, 2, 1, 2, 2, 1, 0]
+
+
+def test_sweeps_for_tombstones_pass_over_none_that_stays() -> None:
+    """Growth: a million keys that are held for ever cost a sweep nothing."""
+    row = done()
+    ended = row.finished_at
+    assert prune(row) == Pruned(tombstones=1)
+    hollow = fresh(row)
+    assert (hollow.finished_at, hollow.ended_at) == (None, ended)
+    assert [rows.count() for rows in lifecycle.free_tombstones(row.name)] == [0, 0]
+    assert not lifecycle.prunable(row.name, older_than=-1_000).exists()
 
 
 # ---- the command
@@ -368,7 +397,7 @@ def test_command_purges_regardless_of_retention_and_keeps_held_keys() -> None:
 
 
 @pytest.mark.parametrize(("limit", "left"), [(1, 6), (2, 5), (3, 4), (7, 0), (50, 0)])
-@override_settings(DEDUPJOBS={"BATCH": 2})
+@pytest.mark.usefixtures("_small_pages")
 def test_command_prunes_at_most_the_limit(limit: int, left: int) -> None:
     for i in range(7):
         done(jobs.record_again, tag=f"{i}")
@@ -378,7 +407,7 @@ def test_command_prunes_at_most_the_limit(limit: int, left: int) -> None:
     assert ProcessedJob.objects.count() == left
 
 
-@override_settings(DEDUPJOBS={"BATCH": 2})
+@pytest.mark.usefixtures("_small_pages")
 def test_command_prunes_at_most_the_limit_where_rows_have_notes() -> None:
     for i in range(6):
         row = jobs.record_again.enqueue(tag=f"{i}").job

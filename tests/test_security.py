@@ -8,6 +8,8 @@ import json
 import pickle
 import re
 import threading
+import tracemalloc
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -19,11 +21,13 @@ from django.core.management import CommandError, call_command
 from django.core.management.base import SystemCheckError
 from django.test import Client
 from redis import Redis
+from rq.job import Job as RqJob
 
 import dedupjobs
 from dedupjobs import cache, counters, dispatch, readings, stats
 from dedupjobs.coordinator import Coordinator
 from dedupjobs.exceptions import ArgumentError
+from dedupjobs.foreign import Guarded, Serializer, guarded
 from dedupjobs.models import DuplicateCount
 from tests import live
 from tests.app import jobs
@@ -133,6 +137,8 @@ RUBBISH = [
     message("no status", call(ENTRY, NOBODY), status="odd", meta="{}"),
     message("no text", b"\xff\xfe\x00"),
     message("deep", b"[" * 100_000),
+    message("deep and packed", zlib.compress(b"[" * 100_000)),
+    message("cut", zlib.compress(call(ENTRY, NOBODY))[:-5]),
     message("deep meta", call(ENTRY, NOBODY), meta=b"[" * 100_000),
     message("long", call(ENTRY, ["x" * 2_000_000])),
     message("no dependencies", call(ENTRY, NOBODY), dependency_ids="odd"),
@@ -202,6 +208,22 @@ def test_nothing_in_rqs_books_runs_when_a_worker_puts_them_in_order(
     assert [path.name for path in traps.iterdir()] == []
 
 
+@pytest.mark.large
+@with_sqlite
+def test_ids_that_rq_could_not_have_written_stop_no_worker(spawn: Spawn) -> None:
+    strange = [b"\xff\xfe", "x y", "a:b:c", ""]
+    with live.rq_client() as client:
+        for name in ("workers", "workers:default", "groups", "queues", "group:forged"):
+            client.sadd(f"rq:{name}", *strange)
+        for name in ("wip", "failed", "finished", "deferred", "ready", "canceled", "scheduled"):
+            client.zadd(f"rq:{name}:default", dict.fromkeys(strange, PAST))
+        client.rpush("rq:queue:default:intermediate", *strange)
+    worker = live.start_worker(spawn)
+    live.wait_for(jobs.record.enqueue(tag="first"))
+    live.wait_for(jobs.record.enqueue(tag="last"))
+    assert worker.is_alive()
+
+
 def _forge_family(client: Redis, traps: Path) -> None:
     """Put messages where RQ looks for groups, dependents and lost messages."""
     ours = call(ENTRY, NOBODY)
@@ -235,6 +257,32 @@ def test_pickles_in_the_place_of_our_own_keys_are_never_loaded(spawn: Spawn, tra
     assert worker.is_alive()
     assert jobs.record.enqueue(tag="mine").kind == "REPLAYED"
     assert [path.name for path in traps.iterdir()] == []
+
+
+@pytest.mark.parametrize("field", [b"data", b"exc_info"])
+def test_message_that_swells_when_it_is_unpacked_is_not_unpacked(field: bytes) -> None:
+    packed = zlib.compress(b"x" * 50_000_000)
+    raw = {b"data": zlib.compress(call(ENTRY, NOBODY)), b"status": b"queued", field: packed}
+    job = guarded(RqJob)("swells", connection=Redis())
+    tracemalloc.start()
+    try:
+        job.restore(raw)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 10_000_000
+    assert isinstance(job, Guarded)
+    assert "unpacked" in job.rubbish
+
+
+def test_message_of_ours_is_restored_as_rq_does_it() -> None:
+    data = zlib.compress(call(ENTRY, NOBODY))
+    raw = {b"data": data, b"status": b"failed", b"exc_info": zlib.compress(b"Traceback")}
+    job = guarded(RqJob)("ours", connection=Redis(), serializer=Serializer)
+    job.restore(raw)
+    assert isinstance(job, Guarded)
+    assert job.rubbish == ""
+    assert (job.func_name, job.args) == (ENTRY, NOBODY)
 
 
 # ---- lines of the log
@@ -333,7 +381,7 @@ def test_secrets_are_compared_in_constant_time_only() -> None:
                 assert not equals, f"{path.name}:{node.lineno}: {ast.unparse(node)}"
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "compare_digest":
                 digested.add(path.name)
-    assert digested == {"prometheus.py", "seal.py"}
+    assert {"prometheus.py", "seal.py"} <= digested
 
 
 @with_sqlite

@@ -16,6 +16,7 @@ from dedupjobs import vitals
 from tests import live
 from tests.app import jobs
 from tests.live import PATIENCE, Spawn, with_sqlite
+from tests.servers import Valkey
 from tests.waiting import until
 
 pytestmark = [pytest.mark.django_db(transaction=True), with_sqlite]
@@ -28,6 +29,7 @@ def beat(tmp_path: Path) -> Path:
 
 def moves(beat: Path) -> None:
     """Wait until the file was touched again, twice: the first time may have been before."""
+    until(beat.exists, PATIENCE, what="the file is there")
     for _ in range(2):
         before = beat.stat().st_mtime_ns
         until(lambda before=before: beat.stat().st_mtime_ns > before, 10)  # type: ignore[misc]
@@ -38,7 +40,6 @@ def test_worker_touches_its_file_while_it_waits_and_while_a_job_runs(
     spawn: Spawn, beat: Path, tmp_path: Path
 ) -> None:
     live.start_worker(spawn, HEARTBEAT_FILE=str(beat))
-    assert beat.exists()
     moves(beat)
     waiting = jobs.wait.enqueue(tag="long", release=str(tmp_path / "release"))
     live.begun("long")
@@ -58,6 +59,18 @@ def test_worker_that_stands_still_touches_nothing_and_goes_on_once_it_may(
     until(lambda: time.time() - beat.stat().st_mtime > 4, PATIENCE, what="the file grows old")
     worker.signal(signal.SIGCONT)
     moves(beat)
+
+
+@pytest.mark.large
+def test_worker_whose_redis_is_away_is_well_all_the_same(spawn: Spawn, beat: Path) -> None:
+    with Valkey() as server:
+        worker = live.start_worker(
+            spawn, env={"DEDUPJOBS_TEST_REDIS": server.url}, HEARTBEAT_FILE=str(beat)
+        )
+        moves(beat)
+        server.kill()
+        moves(beat)
+        assert worker.is_alive()
 
 
 @pytest.mark.large

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from django.utils.translation import gettext as _
-
 from dedupjobs import controls, fleet, summaries
 from dedupjobs.admin import period, plans, tiles, troubles
 from dedupjobs.admin.charts import Chart, draw
@@ -44,7 +42,6 @@ class Board:
     jobs: tuple[dict[str, Any], ...]
     fleet: Fleet
     begun: bool
-    unmeasured: tuple[str, ...]
     controls: tuple[Rule, ...]
 
 
@@ -72,7 +69,6 @@ def read(name: str) -> Board:
         fleet=seen,
         begun=newest is not None or any(now.by_status.values()),
         controls=controls.current(at_most=0.0).rules[:MOST_CONTROLS],
-        unmeasured=(_("hits of the status cache"), _("time spent waiting for locks")),
     )
 
 

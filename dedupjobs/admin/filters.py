@@ -43,7 +43,7 @@ class ConditionFilter(Filter):
             ("stuck", _("stuck: lease expired")),
             ("silent", _("silent: beats, no activity")),
             ("failed", _("failed within an hour")),
-            ("lost", _("lost attempts")),
+            ("lost", _("lost within 7 days")),
             ("duplicates", _("duplicates")),
             ("contended", _("contended of late")),
         ]

@@ -133,6 +133,6 @@ def upcoming(row: Any) -> tuple[datetime | None, str]:
         if wait > 0:
             return row.run_after, _("runs in %(span)s") % {"span": span(wait)}
         return row.run_after, _("due for %(span)s") % {"span": span(wait)}
-    if row.finished_at is not None:
-        return row.finished_at, _("ended %(at)s") % {"at": moment(row.finished_at, now)}
+    if row.ended_at is not None:
+        return row.ended_at, _("ended %(at)s") % {"at": moment(row.ended_at, now)}
     return None, "–"

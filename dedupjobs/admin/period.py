@@ -18,12 +18,16 @@ SPANS: dict[str, tuple[int, int]] = {"hour": (MINUTE, 60), "day": (HOUR, 24)}
 
 @dataclass(slots=True, kw_only=True)
 class Period:
-    """The points of a span by moment; ``duplicates``: by moment and cause."""
+    """
+    The points of a span by moment. ``duplicates``: by moment and cause. ``seen``: what stood
+    there each time that somebody looked, beginning with the last time before the span.
+    """
 
     name: str
     moments: Sequence[datetime]
     points: Sequence[Point]
     duplicates: dict[datetime, dict[str, int]] = field(default_factory=dict)
+    seen: Sequence[dict[str, Any]] = ()
 
     def measure_duplicates(self, totals: Sequence[Point]) -> None:
         """Take the differences of the counts so far, each at the later one's moment."""
@@ -33,6 +37,19 @@ class Period:
             self.duplicates[after.begin] = {
                 cause: max(number - old.get(cause, 0), 0) for cause, number in new.items()
             }
+
+    def grown(self, what: str) -> Counter[str] | None:
+        """
+        Return by how much the counts of Redis have grown in all of it; None: nobody compared two.
+
+        One that has become less began anew, with the Redis.
+        """
+        known = [seen[what] for seen in self.seen if what in seen]
+        found: Counter[str] = Counter()
+        for old, new in pairwise(known):
+            for name, number in new.items():
+                found[name] += number - old.get(name, 0) if number >= old.get(name, 0) else number
+        return found if len(known) > 1 else None
 
     def of(self, queue: str = "") -> dict[datetime, Point]:
         """Return the points of a queue, or of all, by moment."""
@@ -68,6 +85,7 @@ def read(name: str, now: datetime) -> Period:
         name=name,
         moments=[first + timedelta(seconds=size * i) for i in range(number)],
         points=[point for point in points if point.begin >= first],
+        seen=[point.gauges for point in points if point.gauges and not point.queue],
     )
     found.measure_duplicates([point for point in points if not point.queue])
     return found

@@ -7,6 +7,7 @@ the summaries.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,7 +22,7 @@ from dedupjobs import criteria, lifecycle, summaries
 from dedupjobs.admin.listing import COUNTED, ICONS
 from dedupjobs.admin.period import Period
 from dedupjobs.models import Cause, Status
-from dedupjobs.story.spoken import span
+from dedupjobs.story.spoken import brief, span
 
 LIVE = COUNTED
 LONG = 60.0  # seconds that a due job may wait before its tile says so
@@ -177,7 +178,55 @@ def happened_tiles(period: Period) -> list[Tile]:
             sign="⟲",
             query="condition=lost",
         ),
+        _reads(period.grown("reads")),
+        _waits(period.grown("waits")),
     ]
+
+
+def _reads(grown: Counter[str] | None) -> Tile:
+    """Return how often the status cache spared the database a read."""
+    number = sum((grown or {}).values())
+    if grown is None:
+        value, hint = "–", str(_NOBODY)
+    elif not number:
+        value, hint = "–", _("no status was asked for")
+    else:
+        share = 1 - grown["missed"] / number
+        value = f"{formats.number_format(100 * share, 1)} %"
+        hint = _("of %(number)s reads spared the database") % {"number": number_words(number)}
+    return Tile(
+        key="reads",
+        label=_("status cache"),
+        value=value,
+        hint=hint,
+        sign="⚡",
+        query="state=SUCCEEDED",
+    )
+
+
+def _waits(grown: Counter[str] | None) -> Tile:
+    """Return how long runs waited for a lock that another delivery had."""
+    waits = Counter({summaries.bucket_of(float(bound)): n for bound, n in (grown or {}).items()})
+    seconds = summaries.percentile(waits, 0.95)
+    if grown is None:
+        value, hint = "–", str(_NOBODY)
+    elif seconds is None:
+        value, hint = "–", _("no run had to wait for a lock")
+    else:
+        value = brief(seconds)
+        number = number_words(sum(waits.values()))
+        hint = _("p95 of %(number)s runs that met a busy lock") % {"number": number}
+    return Tile(
+        key="waits",
+        label=_("lock wait"),
+        value=value,
+        hint=hint,
+        sign="⧗",
+        query="condition=contended",
+    )
+
+
+_NOBODY = gettext_lazy("a coordinator has not counted yet")
 
 
 CAUSES = {

@@ -88,7 +88,7 @@ def absence() -> Gap | None:
     if seen is None:
         # Where nothing was ever enqueued there is nothing to coordinate.
         return Gap(None) if lifecycle.jobs().exists() else None
-    age = (lifecycle.database_now() - seen.at).total_seconds()
+    age = load.age(seen)
     return Gap(age) if age > conf.alerts().NO_COORDINATOR else None
 
 

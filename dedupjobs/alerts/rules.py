@@ -173,8 +173,8 @@ def near_lease(sight: Sight, told: Thresholds) -> Iterable[Found]:
         if job.p99 is not None and job.p99 >= told.NEAR_LEASE * job.lease:
             yield Found(
                 subject=job.name,
-                words=f"1 of 100 runs of {job.name} takes {job.p99:.1f} s or more; its lease is "
-                f"{job.lease:g} s.",
+                words=f"1 of 100 runs of {job.name} takes about {job.p99:.1f} s or more; its "
+                f"lease is {job.lease:g} s.",
                 cure="Beats renew the lease, but a run that keeps them out for so long is taken "
                 "for lost while it works. Lengthen the lease, or make the job shorter.",
                 severity=Severity.WARNING,
@@ -324,7 +324,7 @@ def replica_lag(sight: Sight, told: Thresholds) -> Iterable[Found]:
         if lag >= told.REPLICA_LAG:
             yield Found(
                 subject=name,
-                words=f"The replica {name} is {lag:.0f} s behind.",
+                words=f"A replica ({name}) is {lag:.0f} s behind.",
                 cure="Pages that read it are old; what decides reads the primary. Look for a long "
                 "transaction or a slow disk there.",
                 severity=Severity.WARNING,

@@ -7,6 +7,7 @@ What happened is told by summaries, which are in the database, and by counters, 
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -88,6 +89,8 @@ class Looker:
     locks_lost: Past = field(default_factory=Past)
     duplicates: Past = field(default_factory=Past)
     evicted: Past = field(default_factory=Past)
+    totals: dict[str, Totals] = field(default_factory=dict)
+    totals_at: float = -math.inf
 
     def look(self) -> tuple[Sight, Load]:
         """Look at everything; raises what the database raises, never for a Redis that is away."""
@@ -151,9 +154,10 @@ class Looker:
 
     def _jobs(self, now: float, at: datetime) -> Iterator[Job]:
         told = conf.alerts()
-        # Whole minutes: what happened within WITHIN, and up to a minute more.
-        since = summaries.floor(at - timedelta(seconds=told.WITHIN), MINUTE)
-        totals = summaries.by_job(since)
+        if now - self.totals_at >= conf.get().SUMMARISE_EVERY / 2:  # they move no oftener
+            # Whole minutes: what happened within WITHIN, and up to a minute more.
+            since = summaries.floor(at - timedelta(seconds=told.WITHIN), MINUTE)
+            self.totals, self.totals_at = summaries.by_job(since), now
         table = DuplicateCount._base_manager.using(lifecycle.alias()).order_by("pk")
         rows = table.values_list("name", "cause", "count")[:MOST_CAUSES]
         counts = {f"{name}|{cause}": number for name, cause, number in rows}
@@ -163,8 +167,8 @@ class Looker:
             name, _, cause = entry.rpartition("|")
             if number := self.duplicates.gained(entry):
                 away.setdefault(name, {})[cause] = number
-        for name in sorted({*totals, *away}):
-            yield _job(name, totals.get(name, Totals()), away.get(name, {}))
+        for name in sorted({*self.totals, *away}):
+            yield _job(name, self.totals.get(name, Totals()), away.get(name, {}))
 
     def _locks_lost(self, now: float) -> dict[str, int] | None:
         try:

@@ -116,10 +116,11 @@ from dedupjobs.lifecycle.settling import (
     stop,
     unclaim,
 )
+from dedupjobs.lifecycle.statements import insert_for_each
 
 __all__ = [  # noqa: RUF022 - in the order a job meets them
     "alias", "jobs", "attempts", "names", "database_now", "seconds_until_due", "skip_locked",
-    "values_of",
+    "values_of", "insert_for_each",
     "codes", "waited_in_vain", "mark_transaction", "assert_unbroken",
     "Answer", "enqueue", "enqueue_many",
     "Change", "Claim", "Place", "Grant", "Refusal", "Refused", "Gate", "OPEN",

@@ -65,8 +65,8 @@ class Wanted:
 
 # ---- claim
 
-# Locks what is free and due, takes it, then makes the attempts, whose ids are the fences. The
-# guards stand twice: what is locked is read anew, but what is updated is asked again.
+# Locks what is free and due, as it is by then, takes it, and makes the attempts, whose ids are the
+# fences.
 # wanted: pks, generations, owners, waits; terms: names of jobs, their leases, whether claimed is
 # begun.
 CLAIM = """
@@ -88,9 +88,7 @@ WITH wanted AS (
         started_at = clock_timestamp()
     FROM wanted, terms, free
     WHERE job.id = free.id AND job.id = wanted.pk AND job.generation = wanted.generation
-        AND job.name = terms.name AND job.status IN ('PENDING', 'RETRYING')
-        AND job.run_after <= clock_timestamp()
-        AND NOT job.cancel_requested AND NOT job.hold_requested
+        AND job.name = terms.name
     RETURNING job.*, wanted.owner, wanted.lock_wait, terms.lease, terms.begins
 ), made AS (
     INSERT INTO dedupjobs_jobattempt (
@@ -264,6 +262,7 @@ WITH given AS (
 ), moved AS (
     UPDATE dedupjobs_processedjob AS job
     SET status = 'SUCCEEDED', version = job.version + 1, result = mine.result, error = '',
+        error_class = '',
         finished_at = clock_timestamp(),
         unique_until = clock_timestamp() + mine.holds * interval '1 second',
         cancel_requested = false, hold_requested = false
@@ -358,6 +357,7 @@ WITH given AS (
 )
 UPDATE dedupjobs_processedjob AS job
 SET status = 'SUCCEEDED', version = job.version + 1, result = given.result, error = '',
+    error_class = '',
     finished_at = clock_timestamp(),
     unique_until = clock_timestamp() + given.holds * interval '1 second',
     cancel_requested = false, hold_requested = false

@@ -20,6 +20,7 @@ from dedupjobs.models import (
 
 LOCK_WAITS = {"55P03", "1205"}  # as PostgreSQL and MySQL number a wait that was cut off
 NO_SAVEPOINT = "1305"
+MOST_NAMES = 10_000
 
 NEXT_VERSION, NEXT_GENERATION = F("version") + 1, F("generation") + 1  # made once: it costs
 
@@ -31,7 +32,7 @@ NO_RERUN: dict[str, Any] = {
     "rerun_name": None,
     "rerun_queue": None,
 }
-FRESH: dict[str, Any] = {**UNASKED, "failures": 0, "lost_count": 0}
+FRESH: dict[str, Any] = {**UNASKED, "failures": 0, "lost_count": 0, "error_class": ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +155,7 @@ def attempt(**where: Any) -> Rows:
 
 def names() -> list[str]:
     """Return the names of all jobs that have rows."""
-    return list(jobs().order_by("name").values_list("name", flat=True).distinct())
+    return values_of("name", most=MOST_NAMES)
 
 
 def values_of(column: str, *, most: int) -> list[str]:

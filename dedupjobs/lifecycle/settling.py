@@ -64,6 +64,7 @@ def success_of(claim: Claim, result: str, unique_for: timedelta | None) -> Leavi
     sets = {
         "result": result,
         "error": "",
+        "error_class": "",
         "finished_at": DbNow(),
         "unique_until": until,
         **UNASKED,
@@ -84,7 +85,7 @@ def get_ready() -> None:
 def fail(claim: Claim, *, after: float, note: Note, timed_out: bool = False) -> Status | None:
     """RUNNING → RETRYING in ``after`` seconds; a waiting request is obeyed instead."""
     outcome = AttemptOutcome.TIMED_OUT if timed_out else AttemptOutcome.FAILED
-    counted = {"failures": NEXT_FAILURE, "error": _headline(note)}
+    counted = _failure(note)
 
     def move() -> Status | None:
         sets = {"run_after": DbNow(after), **UNSENT, **counted}
@@ -96,8 +97,14 @@ def fail(claim: Claim, *, after: float, note: Note, timed_out: bool = False) -> 
 def give_up(claim: Claim, *, on_dead: str, note: Note, timed_out: bool = False) -> Status | None:
     """RUNNING → DEAD: the budget is used or the error is final. A waiting rerun is taken up."""
     outcome = AttemptOutcome.TIMED_OUT if timed_out else AttemptOutcome.FAILED
-    sets = {"failures": NEXT_FAILURE, "error": _headline(note), **UNASKED}
+    sets = {**_failure(note), **UNASKED}
     return _settle(claim, outcome, note, lambda: die(claim, on_dead, sets))
+
+
+def _failure(note: Note) -> dict[str, Any]:
+    """Return what a counted failure writes on the row."""
+    error_class = note.error.type if note.error else ""
+    return {"failures": NEXT_FAILURE, "error": _headline(note), "error_class": error_class}
 
 
 def snooze(claim: Claim, *, after: float, note: Note = NO_NOTE) -> Status | None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from django.db import connections, models, transaction
 from django.db.models.constants import OnConflict
-from django.db.models.expressions import BaseExpression, Expression
+from django.db.models.expressions import BaseExpression, Expression, RawSQL
 from django.db.models.sql import InsertQuery, UpdateQuery
 
 from dedupjobs.clock import DbNow
@@ -194,6 +194,33 @@ def insert(
         return None
     given = {name: value for name, value in values.items() if not isinstance(value, DbNow)}
     return instance(model, alias, {**defaults(model), **given, **computed})
+
+
+def insert_for_each(rows: models.QuerySet[Any], model: type[models.Model], **values: Any) -> int:
+    """
+    Insert one row of ``model`` for each of ``rows``, in their order, by one statement.
+
+    ``values``: of every column but the key, either an expression on ``rows`` or what all share.
+    """
+    connection = connections[rows.db]
+    columns, chosen = [], {}
+    for name, value in values.items():
+        column = _column(model, name)
+        columns.append(connection.ops.quote_name(column.column))
+        chosen[f"to_{name}"] = (
+            value
+            if hasattr(value, "resolve_expression")
+            # No Value(): Django would convert what is selected as if it were read.
+            else RawSQL(
+                "%s", [column.get_db_prep_save(value, connection)], output_field=models.TextField()
+            )
+        )
+    found = rows.annotate(**chosen).values_list(*chosen)
+    sql, params = found.query.get_compiler(connection=connection).as_sql()
+    table = connection.ops.quote_name(model._meta.db_table)
+    with transaction.mark_for_rollback_on_error(using=rows.db), connection.cursor() as cursor:
+        cursor.execute(f"INSERT INTO {table} ({', '.join(columns)}) {sql}", params)
+        return int(cursor.rowcount)
 
 
 def insertion(

@@ -161,6 +161,7 @@ WITH open AS MATERIALIZED (
 ), moved AS (
     UPDATE dedupjobs_processedjob
     SET status = 'SUCCEEDED', version = version + 1, result = %(result)s, error = '',
+        error_class = '',
         finished_at = clock_timestamp(),
         unique_until = clock_timestamp() + %(holds)s::float8 * interval '1 second',
         cancel_requested = false, hold_requested = false

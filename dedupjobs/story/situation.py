@@ -38,7 +38,7 @@ def situation(row: ProcessedJob, newest: JobAttempt | None, now: datetime) -> Si
         hold_requested=row.hold_requested,
         rerun_waits=row.rerun_args is not None,
         debounced_until=row.debounce_deadline,
-        finished_at=row.finished_at,
+        finished_at=row.ended_at,
         unique_until=row.unique_until,
         tombstone=row.is_tombstone,
         known=registry.find(row.name) is not None,

@@ -89,7 +89,7 @@ def _note_job() -> None:
     message = get_current_job()
     rows = message.args[0] if message is not None and message.args else None
     try:
-        pk, generation = rows[0]
+        ((pk, generation),) = rows  # of a batch nobody knows here whose turn it is
         current = int(pk), int(generation)
     except (TypeError, ValueError, IndexError, KeyError):
         current = None

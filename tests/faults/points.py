@@ -26,7 +26,7 @@ PARENT = ("reclaim.before", "reclaim.between", "reclaim.uncommitted", "reclaim.c
 INSIDE_A_CLAIM = ("claim.row_won", "claim.uncommitted")  # which PostgreSQL makes in one statement
 
 UNCALLED = {
-    "begin.before": "lifecycle.begin has no caller yet",
+    "begin.before": "batches begin so; tests/test_batch_kills.py kills them there",
     "set_aside.before": "nothing is paused here; tests/test_controls.py ends a worker there",
     "bulk.page": "a person starts it; tests/test_admin_bulk.py kills it there",
 }

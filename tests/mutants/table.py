@@ -78,8 +78,8 @@ ALL = [
         (
             (
                 "models.py",
-                '_("key hash"), max_length=64, unique=True)',
-                '_("key hash"), max_length=64)',
+                'models.UniqueConstraint(fields=["key_hash"], name="dedupjobs_one_per_key")',
+                "",
             ),
         ),
     ),
@@ -351,7 +351,7 @@ ALL = [
     ),
     Mutant(
         "a failure is not counted",
-        ((SETTLING, 'counted = {"failures": NEXT_FAILURE, "error"', 'counted = {"error"'),),
+        ((SETTLING, 'return {"failures": NEXT_FAILURE, "error"', 'return {"error"'),),
     ),
     Mutant(
         "a failure ignores a waiting request",
@@ -533,8 +533,8 @@ ALL = [
         (
             (
                 "lifecycle/retention.py",
-                "kept = chosen.filter(held(name)).update(",
-                "kept = chosen.none().update(",
+                "holds = ExpressionWrapper(held(name), BooleanField())",
+                "holds = ExpressionWrapper(Q(pk=0), BooleanField())",
             ),
         ),
     ),
@@ -550,7 +550,7 @@ ALL = [
     ),
     Mutant(
         "prune drops a waiting rerun",
-        (("lifecycle/retention.py", "final = ended.filter(rerun_args=None)", "final = ended"),),
+        (("lifecycle/retention.py", "ended.filter(rerun_args=None)", "ended"),),
         test="test_retention.py::"
         "test_dead_row_that_keeps_a_rerun_for_a_person_stays_until_he_takes_it_up",
     ),

@@ -27,9 +27,10 @@ def enter(entering: World) -> None:
     """Put a world on stage: from now on it is all that the tested code sees."""
     global world  # noqa: PLW0603 - there is one stage
     world = entering
-    from dedupjobs import counters  # when called: it needs the settings
+    from dedupjobs import counters, load  # when called: they need the settings
 
     counters.forget_owed()
+    load.forget()
     clock.monotonic = entering.monotonic
     clock.sleep = entering.sleep
     clock.uniform = entering.uniform

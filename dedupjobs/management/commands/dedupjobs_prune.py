@@ -5,7 +5,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand
 
-from dedupjobs import conf, coordinator, lifecycle, registry
+from dedupjobs import coordinator, lifecycle, registry
 from dedupjobs.lifecycle import Pruned
 from dedupjobs.management import asked
 
@@ -35,14 +35,14 @@ class Command(BaseCommand):
             if options["dry_run"]:
                 rows = lifecycle.prunable(name, older_than=older_than)
                 kept = rows.filter(lifecycle.held(name)).count()
-                gone = rows.count() - kept + lifecycle.free_tombstones(name).count()
+                gone = rows.count() - kept + sum(r.count() for r in lifecycle.free_tombstones(name))
                 self.stdout.write(f"{name}: {gone} would go, {kept} would become tombstones.")
                 continue
             done = self._prune(name, older_than, options["limit"])
             self.stdout.write(f"{name}: {done.deleted} gone, {done.tombstones} tombstones.")
 
     def _prune(self, name: str, older_than: float, limit: int | None) -> Pruned:
-        total, batch = Pruned(), conf.get().BATCH
+        total, batch = Pruned(), coordinator.PRUNE_PAGE
         while True:
             left = batch if limit is None else limit - total.deleted - total.tombstones
             page = coordinator.prune_page(name, older_than=older_than, limit=min(batch, left))

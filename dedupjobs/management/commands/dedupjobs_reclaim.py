@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from argparse import ArgumentParser
 from typing import Any
 
@@ -64,7 +65,7 @@ class Command(BaseCommand):
             for suspect in doomed[: options["limit"]]:
                 self.stdout.write(f"would take {_named(suspect)}")
             return len(doomed[: options["limit"]])
-        lost = coordinator.reclaim(limit=options["limit"])
+        lost = coordinator.reclaim(limit=options["limit"], within=math.inf)
         for one in lost:
             self.stdout.write(f"took row {one.job_pk} ({one.name} {one.key}) → {one.status}")
         return len(lost)
