@@ -107,9 +107,9 @@ class Coordinator:
     _wiped: dict[str, datetime] = field(default_factory=dict)
     _schedule: Schedule = field(default_factory=Schedule)
     _next: dict[str, float] = field(default_factory=dict)
+    _unpruned: list[str] = field(default_factory=list)
     _force: InForce = field(default_factory=InForce)
     _asides: Sweep = field(default_factory=Sweep)
-    _unpruned: list[str] = field(default_factory=list)
 
     def tick(self) -> Round:
         """Do one round, if no other coordinator leads; without Redis all lead, harmlessly."""

@@ -517,13 +517,13 @@ ALL = [
         (
             (
                 "coordinator.py",
-                "    last = 0\n    while True:\n",
-                "    last = globals().setdefault('_last', 0)\n    while True:\n",
+                "    last, full = 0, True\n    while full:\n",
+                "    last, full = globals().setdefault('_last', 0), True\n    while full:\n",
             ),
             (
                 "coordinator.py",
-                "        last = rows[-1].pk\n",
-                "        last = globals()['_last'] = rows[-1].pk\n",
+                "        last = rows[-1][1] if rows else last\n",
+                "        last = globals()['_last'] = rows[-1][1] if rows else last\n",
             ),
         ),
     ),
