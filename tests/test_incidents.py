@@ -140,7 +140,7 @@ def test_lease_too_short_for_a_job_that_keeps_its_beats_out(spawn: live.Spawn) -
 def test_job_that_ends_its_workers_processes(spawn: live.Spawn) -> None:
     live.start_worker(spawn, **SWIFT)
     with live.brisk(**SWIFT):
-        jobs.leave.enqueue_many([{"tag": str(n), "how": "os._exit"} for n in range(400)])
+        jobs.leave.enqueue_many([{"tag": str(n), "how": "os._exit"} for n in range(200)])
         alert = rises("retries", "testapp.leave")
         assert " lost." in alert.words
         assert counted("recovered_total", "death") >= 6
