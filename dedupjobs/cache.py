@@ -106,14 +106,14 @@ _CARRIED = ("status", "generation", "name", "key", "scope", "queue", "fingerprin
 # ---- reading
 
 
-def read(key_hash: str, *, holds: bool) -> Known | None:
+def read(key_hash: str, *, holds: bool, bypassed: bool = False) -> Known | None:
     """
     Return the state of a key: from here, from Redis, or by one query; None: there is no such key.
 
     ``holds``: a success of this job keeps its key. Inside a transaction only the database is
-    asked, since it alone knows what the transaction has changed.
+    asked, since it alone knows what the transaction has changed; ``bypassed``: always.
     """
-    if not is_on() or connections[lifecycle.alias()].in_atomic_block:
+    if bypassed or not is_on() or connections[lifecycle.alias()].in_atomic_block:
         known, _ = _from_database(key_hash, holds)
         return known
     if (found := _l1.get(key_hash)) is not None:

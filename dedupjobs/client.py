@@ -15,6 +15,7 @@ from dedupjobs import (
     cache,
     clock,
     conf,
+    controls,
     dispatch,
     invalidation,
     keys,
@@ -25,6 +26,7 @@ from dedupjobs import (
 )
 from dedupjobs.cache import Known
 from dedupjobs.clock import DbNow
+from dedupjobs.controls import Rule
 from dedupjobs.dispatch import Delivery
 from dedupjobs.exceptions import (
     ArgumentError,
@@ -61,8 +63,10 @@ class Outcome:
     """
     What an enqueue did: always an object, always true.
 
-    ``job`` is the row that holds the key: the new one, or the one in the way. ``reason`` is a
-    sentence for people. ``error`` is what the job's policy makes of it; ``enqueue`` raises it,
+    ``job`` is the row that holds the key: the new one, or the one in the way. ``control`` is the
+    number of the live control that has turned the call away (BLOCKED; ``job`` is not stored then
+    and has no ``pk``) or has had it held (``job.status`` is HELD). ``reason`` is a sentence for
+    people. ``error`` is what the job's policy makes of it; ``enqueue`` raises it,
     ``enqueue_many`` leaves it here, so that one call does not hide what became of the others.
     """
 
@@ -70,6 +74,7 @@ class Outcome:
     job: ProcessedJob
     reason: str
     error: DedupJobsError | None = None
+    control: int | None = None
 
     @property
     def created(self) -> bool:
@@ -125,6 +130,8 @@ class Outcome:
 
     def _look(self, pause: float | None) -> _Found | None:
         """Read the row once; ``pause`` is None at the last look, which raises."""
+        if self.job.pk is None:
+            raise NoResult(f"{self.job.name} {self.job.key!r}: {self.reason}")
         row = lifecycle.jobs().filter(pk=self.job.pk).first()
         if row is None:
             raise NoResult(f"{self.job.name} {self.job.key!r} has ended and was pruned")
@@ -181,6 +188,8 @@ def status(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> S
 async def astatus(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Status | None:
     """As ``status``; leaves the event loop only where this process does not know."""
     known = cache.peek(variant.job.key_hash_of(args, kwargs, variant.key))
+    if controls.known().bypasses_cache(variant.job.name):
+        known = None
     return known.status if known else await sync_to_async(status)(variant, args, kwargs)
 
 
@@ -204,8 +213,12 @@ async def aresult(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _known(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
     invalidation.ensure_listening()
-    key_hash = variant.job.key_hash_of(args, kwargs, variant.key)
-    known: Known | None = _migrated(lambda: cache.read(key_hash, holds=_holds(variant.job)))
+    job = variant.job
+    key_hash = job.key_hash_of(args, kwargs, variant.key)
+    bypassed = controls.current().bypasses_cache(job.name)
+    known: Known | None = _migrated(
+        lambda: cache.read(key_hash, holds=_holds(job), bypassed=bypassed)
+    )
     return known
 
 
@@ -219,6 +232,22 @@ def enqueue_many(variant: Variant, calls: Iterable[Mapping[str, Any]]) -> list[O
     job = variant.job
     bound = [_call(variant, (), _kwargs(job, call)) for call in calls]
     _check_queue(variant)
+    if not bound:
+        return []
+    force = controls.current()
+    met = {i: rule for i, call in enumerate(bound) if (rule := force.ingress(call)) is not None}
+    free = iter(_enqueue_free(variant, [c for i, c in enumerate(bound) if i not in met]))
+    return [
+        _met(job, call, met[i], sends=True) if i in met else next(free)
+        for i, call in enumerate(bound)
+    ]
+
+
+def _enqueue_free(variant: Variant, bound: list[Call]) -> list[Outcome]:
+    """Enqueue calls that no control is about."""
+    if not bound:
+        return []
+    job = variant.job
     queue = variant.queue or job.options.queue
     with spans.producing(job.name, queue, len(bound)) as span:
         if span is not None:
@@ -242,6 +271,8 @@ def reserve(
     job = variant.job
     call = _call(variant, args, kwargs)
     _check_queue(variant)
+    if (rule := controls.current().ingress(call)) is not None:
+        return _met(job, call, rule, sends=sends)
     with spans.producing(job.name, call.queue) as span:
         if span is not None:
             call = replace(call, traceparent=span.traceparent)
@@ -256,6 +287,66 @@ def reserve(
     return outcome
 
 
+# ---- what a live control turns away or has held
+
+
+def _met(job: Job[..., Any], call: Call, rule: Rule, *, sends: bool) -> Outcome:
+    """Answer a call that a filter or drain is about."""
+    answer = _held(job, call, rule) if rule.holds else None
+    if answer is None:
+        return _turned_away(job, call, rule)
+    news: list[_News] = []
+    outcome = _outcome(job, call, answer, news)
+    if answer.row.status == Status.HELD and answer.kind is not Kind.BLOCKED:
+        words = f"accepted and held by {rule}; it runs once somebody unholds it"
+        outcome = replace(outcome, reason=words, control=rule.pk)
+    elif sends and answer.sends:
+        _hand_over([answer.row])
+    _tell_later(news)
+    return outcome
+
+
+def _turned_away(job: Job[..., Any], call: Call, rule: Rule) -> Outcome:
+    """Return the answer without asking the database: in an incident, calls come in floods."""
+    row = ProcessedJob(
+        name=call.name,
+        queue=call.queue,
+        key=call.key,
+        key_hash=call.key_hash,
+        scope=call.scope,
+        fingerprint=call.fingerprint,
+    )
+    _tell_later([(signals.call_turned_away, job.name, {"control": rule.pk, "key": call.key})])
+    reason = f"turned away by {rule}"
+    return Outcome(kind=Kind.BLOCKED, job=row, reason=reason, control=rule.pk)
+
+
+def _held(job: Job[..., Any], call: Call, rule: Rule) -> Answer | None:
+    """
+    Enqueue and hold in one transaction; None: it can not be held, so it is turned away.
+
+    That is a call whose run would follow one that is at work: a hold is about one run.
+    """
+    try:
+        with transaction.atomic(using=lifecycle.alias()):
+            answer: Answer = _migrated(
+                lambda: lifecycle.enqueue(call, options=job.options, holds=_holds(job))
+            )
+            if answer.kind not in (Kind.CREATED, Kind.REPLACED, Kind.RERUN, Kind.DEBOUNCED):
+                return answer
+            held = lifecycle.hold(answer.row.pk, answer.row.version, f"held by {rule}")
+            if held != Status.HELD:
+                raise _NotHeldError
+            row = lifecycle.jobs().get(pk=answer.row.pk)
+            return replace(answer, row=row, sends=False)
+    except _NotHeldError:
+        return None
+
+
+class _NotHeldError(Exception):
+    """Undo the call."""
+
+
 def _answer(job: Job[..., Any], call: Call) -> Answer:
     answer = _replayed(job, call)
     if answer is None:
@@ -266,7 +357,7 @@ def _answer(job: Job[..., Any], call: Call) -> Answer:
 
 def _replayed(job: Job[..., Any], call: Call) -> Answer | None:
     """Answer from the status cache alone, where it knows a success that holds this key."""
-    if not _holds(job):
+    if not _holds(job) or controls.known().bypasses_cache(job.name):
         return None
     known = cache.success(call.key_hash)
     if known is None or known.fingerprint != call.fingerprint:

@@ -21,8 +21,10 @@ from django.db.models import Q
 from redis.exceptions import RedisError
 
 from dedupjobs import (
+    asides,
     clock,
     conf,
+    controls,
     counters,
     dispatch,
     lifecycle,
@@ -34,7 +36,9 @@ from dedupjobs import (
     summaries,
 )
 from dedupjobs.alerts import watch
+from dedupjobs.asides import Sweep
 from dedupjobs.clock import DbNow
+from dedupjobs.controls import InForce
 from dedupjobs.dispatch import Delivery
 from dedupjobs.lifecycle import Lost, Pruned
 from dedupjobs.locks import Grip
@@ -44,6 +48,7 @@ from dedupjobs.wire import UNREACHABLE
 
 ROLE = "coordinator"  # whose sign of life each round leaves
 PAGES = 20  # of BATCH rows that one sweep of one tick works through
+LOOKED_AT = 10  # times BATCH: attempts of one page of a sweep that only looks
 HEAD = 100  # ids read at the head of a queue to find one of ours
 CROWD = 10_000  # ids searched for one of ours where foreign jobs crowd the head
 EPOCH_TTL = 86_400
@@ -103,6 +108,8 @@ class Coordinator:
     _schedule: Schedule = field(default_factory=Schedule)
     _next: dict[str, float] = field(default_factory=dict)
     _unpruned: list[str] = field(default_factory=list)
+    _force: InForce = field(default_factory=InForce)
+    _asides: Sweep = field(default_factory=Sweep)
 
     def tick(self) -> Round:
         """Do one round, if no other coordinator leads; without Redis all lead, harmlessly."""
@@ -115,8 +122,16 @@ class Coordinator:
         return done
 
     def _round(self) -> Round:
+        force = controls.current()
         sweep = self._is_time("sweep", conf.get().RECLAIM_EVERY)
         lost = self.reclaim() if sweep else []
+        if sweep:
+            controls.close_expired()
+        with _one_row():
+            self._asides.do(
+                rooms=sweep or force.rules != self._force.rules, most=PAGES * conf.get().BATCH
+            )
+        self._force = force
         scheduled = self._schedule.tick(lifecycle.database_now())
         queues = dispatch.reachable_queues()
         # Re-sent before the hand-over, or what that sends would be sent twice.
@@ -174,7 +189,7 @@ class Coordinator:
             run_after__lte=DbNow(steady=True),
             queue__in=list(queues),
         )
-        return sum(_send(rows).pushed for rows in _pages(due, "run_after"))
+        return sum(_send(asides.startable(rows)).pushed for rows in _pages(due, "run_after"))
 
     # ---- attempts whose worker is gone
 
@@ -185,12 +200,13 @@ class Coordinator:
         What takes longer than ``within`` (seconds), the next sweep does; each looks at all.
         """
         taken: list[Lost] = []
-        until = clock.monotonic() + within
+        spent = 0.0
         for suspect in self.suspects():
             if limit is not None and len(taken) >= limit:
                 break
-            if not (suspect.expired or suspect.ahead) or clock.monotonic() >= until:
+            if not (suspect.expired or suspect.ahead) or spent >= within:
                 continue
+            begun = clock.monotonic()
             lost = None
             with _one_row():
                 lost = lifecycle.reclaim(
@@ -203,6 +219,7 @@ class Coordinator:
                 taken.append(lost)
                 locks.release(suspect.job_pk, suspect.owner)
                 tell_lost(lost, "lease")
+            spent += clock.monotonic() - begun
         return taken
 
     def suspects(self) -> Iterator[Suspect]:
@@ -213,21 +230,21 @@ class Coordinator:
         either clock alone takes no live job.
         """
         seen: dict[int, tuple[datetime, float]] = {}
-        for row in _open_attempts():
+        for fence, job_pk, name, key, owner, beat_at, lease_until, db_now in _open_attempts():
             now = clock.monotonic()
-            beat_at, since = self._beats.get(row.pk, (None, now))
-            since = since if beat_at == row.beat_at else now
-            seen[row.pk] = (row.beat_at, since)
+            then, since = self._beats.get(fence, (None, now))
+            since = since if then == beat_at else now
+            seen[fence] = (beat_at, since)
             yield Suspect(
-                fence=row.pk,
-                job_pk=row.job_id,
-                name=row.job.name,
-                key=row.job.key,
-                owner=row.owner,
-                beat_at=row.beat_at,
+                fence=fence,
+                job_pk=job_pk,
+                name=name,
+                key=key,
+                owner=owner,
+                beat_at=beat_at,
                 # As its own last beat wrote it: another deploy may have another lease.
-                lease=(row.lease_until - row.beat_at).total_seconds(),
-                overdue=(row.db_now - row.lease_until).total_seconds(),
+                lease=(lease_until - beat_at).total_seconds(),
+                overdue=(db_now - lease_until).total_seconds(),
                 still=now - since,
             )
         self._beats = seen
@@ -365,27 +382,25 @@ def unknown_names() -> list[str]:
     return [name for name in unknown if active.filter(name=name).exists()]
 
 
-def _open_attempts() -> Iterator[Any]:
+def _open_attempts() -> Iterator[tuple[Any, ...]]:
     """
     Yield open attempts by their jobs, a page at a time, each with the database's clock.
 
     A job has one open attempt at most. By the attempts' own primary key a database might walk
     through all that have ended: the open ones are the newest.
     """
-    last = 0
-    while True:
-        rows = list(
-            lifecycle.attempts()
-            .filter(outcome=None, ended_at=None, job_id__gt=last)
-            .select_related("job")
-            .only("job__name", "job__key", "owner", "beat_at", "lease_until")
-            .annotate(db_now=DbNow())
-            .order_by("outcome", "ended_at", "job_id")[: conf.get().BATCH]
-        )
+    columns = ("pk", "job_id", "job__name", "job__key", "owner", "beat_at", "lease_until")
+    size = LOOKED_AT * conf.get().BATCH
+    open_ones = lifecycle.attempts().filter(outcome=None, ended_at=None)
+    ordered = open_ones.order_by("outcome", "ended_at", "job_id")
+    last, full = 0, True
+    while full:
+        # No models: a hundred thousand of them would take longer than a sweep may.
+        behind = ordered.filter(job_id__gt=last).annotate(db_now=DbNow())
+        rows = list(behind.values_list(*columns, "db_now")[:size])
         yield from rows
-        if len(rows) < conf.get().BATCH:
-            return
-        last = rows[-1].job_id
+        full = len(rows) == size
+        last = rows[-1][1] if rows else last
 
 
 @dataclass(slots=True)

@@ -123,7 +123,10 @@ def silent() -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backlog:
-    """Rows of a queue that wait, and those of them that are due; ``oldest``: due since then."""
+    """
+    Rows of a queue that wait, and those of them that are due and were not set aside; ``oldest``:
+    due since then.
+    """
 
     waiting: int
     due: int
@@ -133,7 +136,8 @@ class Backlog:
 def backlog(queue: str, *, most: int) -> Backlog:
     """Return what waits in a queue, counted to ``most``."""
     waiting = lifecycle.jobs().filter(queue=queue, status__in=WAITING)
-    due = Case(When(run_after__lte=DbNow(steady=True), then=F("run_after")))
+    may_run = Q(dispatched_at=None) | Q(dispatched_at__lt=lifecycle.BEYOND)
+    due = Case(When(may_run, run_after__lte=DbNow(steady=True), then=F("run_after")))
     rows = waiting.annotate(due=due)[:most]
     seen = rows.aggregate(all=Count("pk"), ready=Count("due"), oldest=Min("due"))
     return Backlog(waiting=seen["all"], due=seen["ready"], oldest=seen["oldest"])

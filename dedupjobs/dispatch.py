@@ -28,7 +28,7 @@ from redis.exceptions import RedisError
 from rq import Queue
 from rq.serializers import DefaultSerializer, JSONSerializer
 
-from dedupjobs import clock, conf, lifecycle, probes, registry, signals, wire
+from dedupjobs import clock, conf, controls, lifecycle, probes, registry, signals, wire
 from dedupjobs.exceptions import UnknownQueue
 from dedupjobs.models import ProcessedJob
 
@@ -181,7 +181,7 @@ def rq_timeout(delivery: Delivery) -> int:
     Our alarm ends a job; RQ's is the net below it, so it comes later, and later than the grace
     after which a DedupWorker kills the process.
     """
-    timeout = registry.options_of(delivery.name).timeout
+    timeout = controls.known().options_of(delivery.name).timeout
     if timeout is None:
         return -1
     grace = conf.get().TIMEOUT_GRACE

@@ -13,6 +13,7 @@ Everything dedupjobs raises.
   - NoResult              the job has ended without one, or it was not kept
     + ResultTimeout       not there yet (also a TimeoutError)
   - StaleVersion          an operator acted on a row that has changed since
+  - ControlError          a control makes no sense or contradicts one in force (also a ValueError)
   - JobConflict           on_conflict="raise": the key has an active job
   - PayloadMismatch       the key is held by a call with other arguments
   - LeaseLost             another attempt may own the job; this one must not write
@@ -84,6 +85,10 @@ class ResultTimeout(NoResult, TimeoutError):
 
 class StaleVersion(DedupJobsError):
     """The row has changed since the operator looked at it; look again, then act."""
+
+
+class ControlError(DedupJobsError, ValueError):
+    """A control names nothing that there is, makes no sense or contradicts one in force."""
 
 
 class LeaseLost(DedupJobsError):
@@ -178,6 +183,10 @@ class TimeoutReached(CutOff):
 
 class ShutdownReached(CutOff):
     """The worker is shutting down."""
+
+
+class GroupUnknown(Exception):
+    """No row to lock stands for this group yet; whoever claims makes it and claims again."""
 
 
 def _seconds(value: float | timedelta | None) -> float | None:

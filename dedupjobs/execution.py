@@ -14,7 +14,7 @@ from typing import Any
 
 from django.db import DatabaseError, transaction
 
-from dedupjobs import clock, conf, fields, interrupts, keys, lifecycle, probes, queries
+from dedupjobs import clock, conf, controls, fields, interrupts, keys, lifecycle, probes, queries
 from dedupjobs.context import Attempt, entered
 from dedupjobs.endings import (
     MESSAGE_LIMIT,
@@ -56,14 +56,16 @@ def execute(
     returned = _NOTHING
     pid, begun = os.getpid(), clock.monotonic()
     ending: Ending
+    cutter = interrupts.Cutter(controls.known().options_of(job.name).timeout)
     probes.reach("user_code.before")
     try:
         with (
             _savepoint(borrowed),
             entered(attempt),
             fields.given(claim),
-            queries.ended_after(job.options.timeout),
-            interrupts.armed(job.options.timeout) as cutter,
+            queries.ended_with(cutter),
+            interrupts.armed(cutter),
+            heart.timing(cutter),
         ):
             value: Any = job.func(*bound.args, **bound.kwargs)
             # Not in two steps: a coroutine that was made and failed has returned nothing.

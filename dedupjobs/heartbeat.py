@@ -16,7 +16,8 @@ from typing import TypeVar, cast
 
 from django.db import DatabaseError, InterfaceError, connections
 
-from dedupjobs import clock, lifecycle, locks, probes, signals
+from dedupjobs import clock, controls, lifecycle, locks, probes, signals
+from dedupjobs.interrupts import Cutter
 from dedupjobs.lifecycle import Pulse
 from dedupjobs.locks import Grip
 from dedupjobs.signals import LockEvent
@@ -99,14 +100,27 @@ class Heart(Beater):
         self._tells = tells
         self._kin = kin
         self.progress: str | None = None
+        self._cutter: Cutter | None = None
+        self._set = controls.known().options_of(name)
         self._active = clock.monotonic()
 
     def touch(self) -> None:
         """Note that the job is active; written by the next beat."""
         self._active = clock.monotonic()
 
+    @contextmanager
+    def timing(self, cutter: Cutter) -> Iterator[None]:
+        """Let the beats change the time-out of the function that runs in the block."""
+        self._cutter = cutter
+        try:
+            yield
+        finally:
+            self._cutter = None
+
     def tick(self) -> Pulse:
         """Beat once, in the calling thread."""
+        controls.current(at_most=0.0)
+        self.take_over_what_is_set()
         if self._kin:
             lifecycle.beat_kin(self._kin, but=self.fence, lease=self.lease)
         pulse = lifecycle.beat(
@@ -120,6 +134,15 @@ class Heart(Beater):
             self._renew_lock()
         probes.reach("beat.done")
         return pulse
+
+    def take_over_what_is_set(self) -> None:
+        """Let a lease or time-out that a person has just set reach the attempt while it runs."""
+        now = controls.known().options_of(self.name)
+        if now.lease != self._set.lease:
+            self.lease = now.lease
+        if now.timeout != self._set.timeout and (cutter := self._cutter) is not None:
+            cutter.retime(now.timeout)
+        self._set = now
 
     def _renew_lock(self) -> None:
         self.tell_lock(locks.extend(self.job_pk, self.owner, ttl=self.lease))
@@ -177,6 +200,10 @@ class Chorus(Beater):
     def tick(self) -> Pulse:
         """Beat once for all, in the calling thread; over once nobody is left."""
         begun, present = clock.monotonic(), set(self.present)
+        controls.current(at_most=0.0)
+        for heart in list(self._hearts.values()):
+            heart.take_over_what_is_set()
+            self.lease = min(self.lease, heart.lease)
         for heart in present:
             heart.tick()
         others = {f: h for f, h in list(self._hearts.items()) if h not in present}

@@ -27,9 +27,10 @@ from typing import Any, cast
 from django.core.cache import caches
 from django.db import connections
 
-from dedupjobs import clock, conf, counters, interrupts, load, runner, spans
+from dedupjobs import clock, conf, controls, counters, interrupts, load, runner, spans
 from dedupjobs.heartbeat import B, Heart, Pacemaker
 from dedupjobs.lifecycle import Claim
+from dedupjobs.models import Aim, ControlKind
 from dedupjobs.registry import Options
 from dedupjobs.slate import Memory, Slate
 
@@ -115,6 +116,7 @@ class HorseHost(runner.Host):
                 "job_pk": claim.job_pk,
                 "owner": claim.owner,
                 "name": claim.name,
+                "job": controls.canonical(claim.name),
                 "lease": options.lease,
                 "timeout": options.timeout,
                 # One clock for all processes of a machine.
@@ -256,9 +258,14 @@ class Ride:
     def deadline(self) -> float | None:
         """When the horse must have ended its present attempt; never asks the database."""
         facts = self.running
-        if facts.get("timeout") is None:
+        if not facts:
             return None
-        return float(facts["since"] + facts["timeout"] + conf.get().TIMEOUT_GRACE)
+        # What a person has set since, by what this process's own beats have read.
+        rule = controls.known().at(ControlKind.TIMEOUT, Aim.JOB, facts["job"])
+        timeout = rule.value if rule else facts["timeout"]
+        if timeout is None:
+            return None
+        return float(facts["since"] + timeout + conf.get().TIMEOUT_GRACE)
 
     def beat(self) -> None:
         """Beat for a horse that has run for a moment; short jobs need no beat."""

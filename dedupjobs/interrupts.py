@@ -35,27 +35,64 @@ def note_shutdown(signum: int, frame: FrameType | None) -> None:
 class Cutter:
     """Says which cut-offs were raised, also if user code swallowed them."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float | None) -> None:
         self.timed_out = False
         self.shut_down = False
         self.armed = False
+        self.timeout = timeout
+        self.begun = time.monotonic()
+        self._guard = threading.Lock()
+        self._has_alarm = False
+        self.told: Callable[[], None] = _tell_nobody  # that the time-out has changed
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the time-out, which may be over; None: there is no end."""
+        return None if self.timeout is None else self.begun + self.timeout - time.monotonic()
+
+    def set_alarm(self) -> tuple[float, float]:
+        """Let the alarm come; returns whose alarm stood there before, as ``setitimer`` does."""
+        with self._guard:
+            self._has_alarm = True
+            self.begun = time.monotonic()
+            return signal.setitimer(signal.ITIMER_REAL, self.timeout or 0, REPEAT)
+
+    def stop_alarm(self) -> None:
+        """From now on ``retime`` changes nothing: the timer is another's again."""
+        with self._guard:
+            self._has_alarm = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def retime(self, timeout: float | None) -> None:
+        """Change the time-out in mid-run, from any thread; counted from the beginning."""
+        with self._guard:
+            self.timeout = timeout
+            left = self.left
+            if self._has_alarm and left is None:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            elif self._has_alarm and left is not None:
+                signal.setitimer(signal.ITIMER_REAL, max(left, 0.001), REPEAT)
+        self.told()
+
+
+def _tell_nobody() -> None:
+    """No thread watches this one."""
 
 
 @contextmanager
-def armed(timeout: float | None) -> Iterator[Cutter]:
+def armed(cutter: Cutter) -> Iterator[Cutter]:
     """
-    Raise TimeoutReached in the block after ``timeout`` seconds, ShutdownReached on SIGTERM.
+    Raise TimeoutReached in the block after its seconds, ShutdownReached on SIGTERM.
 
     Off the main thread signals can not be used: there a ``Watch`` raises both, if one is kept, and
     else nobody.
     """
-    cutter = Cutter()
     if threading.current_thread() is not threading.main_thread():
         watch = _watched.by
-        with watch.armed(cutter, timeout) if watch else nullcontext():
+        with watch.armed(cutter) if watch else nullcontext():
             yield cutter
         return
-    with _on_term(cutter), _alarm(cutter, timeout):
+    with _on_term(cutter), _alarm(cutter):
         cutter.armed = True
         try:
             if shutting_down.is_set():
@@ -67,25 +104,24 @@ def armed(timeout: float | None) -> Iterator[Cutter]:
 
 
 @contextmanager
-def _alarm(cutter: Cutter, timeout: float | None) -> Iterator[None]:
+def _alarm(cutter: Cutter) -> Iterator[None]:
     def ring(signum: int, frame: FrameType | None) -> None:
         if cutter.armed:
             cutter.timed_out = True
-            raise TimeoutReached(f"ran longer than its time-out of {timeout:g} s")
+            raise TimeoutReached(f"ran longer than its time-out of {cutter.timeout or 0:g} s")
 
-    if timeout is None:
+    if cutter.timeout is None:
         yield
         return
-    begun = time.monotonic()
     handler = signal.signal(signal.SIGALRM, ring)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, timeout, REPEAT)
+    left, interval = cutter.set_alarm()
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        cutter.stop_alarm()
         signal.signal(signal.SIGALRM, handler)
         if left:
-            passed = time.monotonic() - begun
+            passed = time.monotonic() - cutter.begun
             signal.setitimer(signal.ITIMER_REAL, max(left - passed, 0.001), interval)
 
 
@@ -128,12 +164,15 @@ def _on_term(cutter: Cutter) -> Iterator[None]:
 # ---- in threads
 
 
+def _due(cutter: Cutter) -> float:
+    return math.inf if cutter.left is None else time.monotonic() + cutter.left
+
+
 @dataclass(slots=True)
 class _Shift:
     """What a thread runs. ``due``: when it is to be cut off, by the monotonic clock."""
 
     cutter: Cutter
-    timeout: float | None
     due: float
 
 
@@ -160,25 +199,31 @@ class Watch:
             _watched.by = None
 
     @contextmanager
-    def armed(self, cutter: Cutter, timeout: float | None) -> Iterator[None]:
+    def armed(self, cutter: Cutter) -> Iterator[None]:
         """As ``armed``, in a thread that this watch keeps."""
         me = threading.get_ident()
         if shutting_down.is_set():
             raise ShutdownReached("the worker got SIGTERM before the job's code began")
-        due = math.inf if timeout is None else time.monotonic() + timeout
         try:
             with self._changed:
                 cutter.armed = True
-                self._shifts[me] = _Shift(cutter, timeout, due)
-                if due < self._wakes:
+                shift = self._shifts[me] = _Shift(cutter, _due(cutter))
+                if shift.due < self._wakes:
                     self._changed.notify_all()
+            cutter.told = lambda: self._retime(me)
             yield
         except CutOff as raised:
             if not raised.args:  # an asynchronous exception is made without any
-                raise type(raised)(_words(raised, timeout)) from raised
+                raise type(raised)(_words(raised, cutter.timeout)) from raised
             raise
         finally:
             self._disarm(cutter, me)
+
+    def _retime(self, me: int) -> None:
+        with self._changed:
+            if (shift := self._shifts.get(me)) is not None:
+                shift.due = _due(shift.cutter)
+                self._changed.notify_all()
 
     def _disarm(self, cutter: Cutter, me: int) -> None:
         """Let nothing more be raised here, not even what was raised a moment ago."""

@@ -26,7 +26,7 @@ from django.db import close_old_connections
 from django_redis import get_redis_connection
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from dedupjobs import cache, clock, conf, registry, seal, signals, wire
+from dedupjobs import cache, clock, conf, controls, registry, seal, signals, wire
 from dedupjobs.cache import Stamp
 from dedupjobs.lifecycle import Change
 from dedupjobs.models import FINAL, Status
@@ -34,6 +34,7 @@ from dedupjobs.wire import UNREACHABLE
 
 SCHEME = 1
 PURPOSE = "invalidation"
+CONTROLS = "CONTROLS"  # the event of a message that is about no key: controls have changed
 OWED = 10_000  # changes that this process keeps for a Redis that is away
 PAGE = 500  # changes per pipeline
 PATIENCE = 5.0  # seconds that a page may take where no request waits
@@ -244,6 +245,19 @@ def _add_together(pipe: Any, changes: Sequence[Change]) -> None:
     pipe.eval(TELL_MANY, len(entries), *entries, channel(), *stamps, *messages)
 
 
+def announce_controls() -> bool:
+    """Tell all processes to read the controls again; False: Redis has not taken it."""
+    if not cache.is_on():
+        return False
+    message = Message(key="", name="", scope="", version=0, event=CONTROLS)
+    try:
+        with cache.client().deadline(conf.get().LOCK_TIMEOUT):
+            cache.client().redis.publish(channel(), _signed(message))
+    except UNREACHABLE:
+        return False  # they read the table within seconds
+    return True
+
+
 def channel() -> str:
     """Return the name of the channel that changes are told on."""
     return f"{conf.get().PREFIX}:invalidations"
@@ -258,6 +272,10 @@ def encode(change: Change) -> str:
         version=change.version,
         event=change.event,
     )
+    return _signed(message)
+
+
+def _signed(message: Message) -> str:
     signature = seal.sign(PURPOSE, _text(message))
     return json.dumps({"scheme": SCHEME, **message.fields(), "seal": signature})
 
@@ -367,6 +385,9 @@ def handle(raw: bytes | str) -> Message | None:
     if message is None:
         return None
     counts["heard"] += 1
+    if message.event == CONTROLS:
+        controls.ring()
+        return message
     cache.expire(message.key)
     signals.tell(signals.job_invalidated, message.name, message=message)
     for handler in _handlers.get(message.name, ()):
@@ -396,6 +417,7 @@ def messages(stop: Callable[[], bool], *, poll: float = 1.0) -> Iterator[bytes |
                     yield raw
         except UNREACHABLE:
             counts["connections lost"] += 1
+            controls.hear(False)
             yield None
             clock.sleep(pause * clock.uniform(0.5, 1.0))
             pause = min(pause * 2, LAST_PAUSE)
@@ -415,6 +437,7 @@ def _heard(told: Any, stop: Callable[[], bool], poll: float) -> Iterator[bytes |
                 told.ping()
                 asked = now
         elif item["type"] == "subscribe":
+            controls.hear(True)
             yield None
         elif item["type"] == "message":
             yield item["data"]
@@ -458,8 +481,17 @@ def _listen() -> None:
     for raw in messages(lambda: False):
         if raw is None:
             cache.expire_all()
+            controls.ring()
         else:
             handle(raw)
+
+
+def follow_controls(stop: Callable[[], bool]) -> None:
+    """Ring this worker's bell whenever controls change, or may have, until ``stop()``."""
+    for raw in messages(stop):
+        message = None if raw is None else decode(raw)
+        if raw is None or (message is not None and message.event == CONTROLS):
+            controls.ring()
 
 
 def _after_fork() -> None:

@@ -17,10 +17,10 @@ from typing import Any
 from django.db import InterfaceError, OperationalError
 from redis.exceptions import RedisError
 
-from dedupjobs import fields, locks, signals
+from dedupjobs import controls, fields, locks, signals
 from dedupjobs.endings import Ending, Failed, Interrupted, Lapsed, Parked, Snoozed, Stopped
 from dedupjobs.lifecycle import Claim, Lost
-from dedupjobs.models import ProcessedJob, Severity, Status
+from dedupjobs.models import Control, ProcessedJob, Severity, Status
 from dedupjobs.signals import LockEvent
 from dedupjobs.visible import line
 
@@ -48,6 +48,9 @@ def connect() -> None:
         (signals.settle_troubled, _settle_troubled),
         (signals.operated, _operated),
         (signals.slot_skipped, _slot_skipped),
+        (signals.control_changed, _control_changed),
+        (signals.call_turned_away, _turned_away),
+        (signals.set_aside, _set_aside),
         (signals.coordinator_failed, _coordinator_failed),
         (signals.alert_changed, _alert_changed),
         (signals.notice_dropped, _notice_dropped),
@@ -254,6 +257,27 @@ def _operated(sender: str, job_pk: int, action: str, by: str, after: str, **_: A
         facts["transition"] = transition
     words = line(sender), job_pk, action, line(by), after.lower()
     _say(logging.INFO, facts, "%s: row %s %s by %s → %s", *words)
+
+
+def _control_changed(control: Control, what: str, by: str, **_: Any) -> None:
+    words = line(controls.spoken(control), 300)
+    facts = {"control": control.pk, "what": words, "by": line(by), **fields.of_process()}
+    sentence = "control %s (%s) %s by %s"
+    _say(logging.INFO, facts, sentence, control.pk, words, what, line(by))
+
+
+def _turned_away(sender: str, control: int, **_: Any) -> None:
+    # Not louder: in an incident there are thousands a second, and each is as somebody wants it.
+    if _listens(logging.INFO):
+        facts = {"job": line(sender), "control": control, **fields.of_process()}
+        _say(logging.INFO, facts, "%s: call turned away by control %s", line(sender), control)
+
+
+def _set_aside(sender: str, job_pk: int, words: str, **_: Any) -> None:
+    if _listens(logging.INFO):
+        facts = {**fields.of_job(sender, job_pk), **fields.of_process()}
+        sentence = "%s: row %s set aside: %s"
+        _say(logging.INFO, facts, sentence, line(sender), job_pk, line(words, 300))
 
 
 def _slot_skipped(sender: str, slot: Any, **_: Any) -> None:

@@ -136,7 +136,8 @@ class ProcessedJob(models.Model):
             models.Index(fields=["name", "status", "queue"], name="dedupjobs_name"),
             models.Index(fields=["queue", "status"], name="dedupjobs_queue"),
             models.Index(fields=["scope", "key"], name="dedupjobs_key"),
-            models.Index(fields=["dispatch_id"], name="dedupjobs_dispatch"),
+            # With the pk: rows that were set aside share a mark, and the oldest goes first.
+            models.Index(fields=["dispatch_id", "id"], name="dedupjobs_dispatch"),
             models.Index(fields=["duplicates"], name="dedupjobs_duplicates"),
             models.Index(fields=["error_class", "name", "queue"], name="dedupjobs_error"),
             models.Index(fields=["enqueued_at"], name="dedupjobs_age"),
@@ -197,6 +198,9 @@ class JobAttempt(models.Model):
     host = models.CharField(_("host"), max_length=200, blank=True)
     pid = models.PositiveIntegerField(_("pid"), null=True, blank=True)
     rq_id = models.CharField(_("RQ id"), max_length=200, blank=True)
+    group_hash = models.CharField(
+        _("group"), max_length=64, blank=True, help_text=_("Counts against its concurrency limit.")
+    )
     error_class = models.CharField(_("error class"), max_length=200, blank=True)
     error_message = models.TextField(_("error message"), blank=True)
     traceback = models.TextField(_("traceback"), blank=True)
@@ -469,6 +473,79 @@ class Operation(models.Model):
 
     def __str__(self) -> str:
         return f"{self.job_id} {self.action} by {self.by}"
+
+
+class ControlKind(models.TextChoices):
+    """What a control does while it is in force."""
+
+    PAUSE = "pause", _("pause")
+    DRAIN = "drain", _("drain")
+    FILTER = "filter", _("filter of calls")
+    CONCURRENCY = "concurrency", _("concurrency limit")
+    LEASE = "lease", _("lease")
+    TIMEOUT = "timeout", _("time-out")
+    MAX_ATTEMPTS = "max_attempts", _("attempt limit")
+    BYPASS_CACHE = "bypass_cache", _("bypass of the status cache")
+
+
+class Aim(models.TextChoices):
+    """What a control is about."""
+
+    JOB = "job", _("job")
+    QUEUE = "queue", _("queue")
+    KEY = "key", _("exact key")
+    PREFIX = "prefix", _("keys that begin with")
+    SCOPE = "scope", _("scope")
+    GROUP = "group", _("group")
+    ALL = "all", _("everything")
+
+
+class Control(models.Model):
+    """
+    A lever that a person has pulled, for all processes, until it ends. Ended ones stay: the audit.
+
+    ``place``: sha256 of kind, aim and target while it is in force, so that no two contradict.
+    """
+
+    kind = models.CharField(_("kind"), max_length=16, choices=ControlKind.choices)
+    aim = models.CharField(_("about"), max_length=8, choices=Aim.choices)
+    target = models.CharField(_("target"), max_length=200, blank=True)
+    value = models.FloatField(
+        _("value"), null=True, blank=True, help_text=_("Seconds, attempts or runs at a time.")
+    )
+    holds = models.BooleanField(
+        _("accept and hold"), default=False, help_text=_("Instead of turning calls away.")
+    )
+    by = models.CharField(_("by"), max_length=200)
+    reason = models.TextField(_("reason"))
+    created_at = UtcDateTimeField(_("since"))
+    until = UtcDateTimeField(_("until"), null=True, blank=True)
+    ended_at = UtcDateTimeField(_("ended"), null=True, blank=True)
+    ended_by = models.CharField(_("ended by"), max_length=200, blank=True)
+    end_reason = models.TextField(_("why it ended"), blank=True)
+    place = models.CharField(max_length=64, unique=True, null=True, blank=True)
+
+    class Meta:
+        verbose_name = _("control")
+        verbose_name_plural = _("controls")
+        default_permissions = ("view",)
+        permissions = [("use_control", _("Can add and end controls"))]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.aim} {self.target}".strip()
+
+
+class ConcurrencyGroup(models.Model):
+    """What a claim locks while it counts who runs in a group. It holds no count itself."""
+
+    group_hash = models.CharField(max_length=64, unique=True)
+    made_at = UtcDateTimeField()
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return self.group_hash
 
 
 class Dashboard(ProcessedJob):

@@ -17,7 +17,7 @@ from django.db import transaction
 from django.db.models import F
 from django.utils.translation import gettext as _
 
-from dedupjobs import dispatch, invalidation, lifecycle, locks, registry, signals
+from dedupjobs import controls, dispatch, invalidation, lifecycle, locks, signals
 from dedupjobs.clock import DbNow
 from dedupjobs.dispatch import Delivery
 from dedupjobs.exceptions import StaleVersion
@@ -350,7 +350,7 @@ def raises(row: ProcessedJob, limit: int) -> bool:
 
 def limit_of(row: ProcessedJob) -> int:
     """Return how often a job may fail."""
-    return row.max_attempts or registry.options_of(row.name).max_attempts
+    return row.max_attempts or controls.known().options_of(row.name).max_attempts
 
 
 def _no_raise(row: ProcessedJob) -> str:

@@ -47,22 +47,26 @@ def _kill(connection: Any, what: str, session: int) -> None:
 
 
 @contextmanager
-def ended_after(timeout: float | None) -> Iterator[None]:
+def ended_with(cutter: interrupts.Cutter) -> Iterator[None]:
     """
     End what runs on MySQL's server once the time is up, so that the alarm gets through.
 
-    mysqlclient lets no signal in while it waits for the server's answer.
+    mysqlclient lets no signal in while it waits for the server's answer. The time may change
+    meanwhile.
     """
     ours = [connection for connection in connections.all() if connection.vendor == "mysql"]
-    if timeout is None or not ours:
+    if cutter.timeout is None or not ours:
         yield
         return
     left, leaving = threading.Event(), threading.Lock()
     with _sessions_of(ours) as sessions:
 
         def watch() -> None:
-            seconds = timeout + AFTER_ALARM
-            while not clock.wait(left, seconds):
+            seconds = cutter.left
+            while not clock.wait(left, _until_next_look(seconds)):
+                seconds = cutter.left
+                if seconds is None or seconds > -AFTER_ALARM:
+                    continue
                 with leaving:
                     if not left.is_set():
                         _end_queries(ours, sessions)
@@ -75,6 +79,11 @@ def ended_after(timeout: float | None) -> Iterator[None]:
             with leaving:  # or the settle's queries would be ended
                 left.set()
             join(CANCEL_SECONDS)
+
+
+def _until_next_look(left: float | None) -> float:
+    longest = interrupts.REPEAT
+    return longest if left is None else min(max(left, 0.0) + AFTER_ALARM, longest)
 
 
 @contextmanager

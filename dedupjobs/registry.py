@@ -37,6 +37,7 @@ LONGEST_NAME, LONGEST_TEXT = 200, 100  # characters that the columns hold
 _UNSET: Any = object()
 _jobs: dict[str, Job[..., Any]] = {}
 _former: dict[str, Job[..., Any]] = {}
+_limited: set[str] = set()
 _missing: set[str] = set()  # what the finders did not find
 
 finders: list[Callable[[str], None]] = []
@@ -119,6 +120,17 @@ class Invalidated:
     key_of: Callable[[Mapping[str, Any]], str]
 
 
+@dataclass(frozen=True, slots=True)
+class Concurrency:
+    """
+    How many runs there may be at a time: of the job, or of the group that ``group_of`` its
+    arguments makes. ``limit``: None: as many as a live control says.
+    """
+
+    limit: int | None
+    group_of: Callable[[Mapping[str, Any]], str] | None
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job(Generic[P, R]):
     """
@@ -139,6 +151,7 @@ class Job(Generic[P, R]):
     fingerprint: tuple[str, ...] | None
     invalidates: tuple[Invalidated, ...]
     options: Options
+    concurrency: Concurrency | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.func(*args, **kwargs)
@@ -364,6 +377,7 @@ def job(  # noqa: PLR0913 - the options of a decorator
     scope: str = "",
     fingerprint: tuple[str, ...] | None = None,
     invalidates: tuple[str | tuple[str, str], ...] = (),
+    concurrency: int | str | tuple[str, int] | None = None,
     **options: Any,
 ) -> Callable[[Callable[P, R]], Job[P, R]]:
     """
@@ -376,7 +390,10 @@ def job(  # noqa: PLR0913 - the options of a decorator
     oldest one stands in the keys, so that a renamed job keeps them. ``namespace``: jobs with the
     same one share their keys. ``fingerprint``: the arguments that must be equal when the
     key is (all by default). ``invalidates``: templates of cache keys, or (alias, template), that
-    are deleted when the job is final or queued again. Other options: the fields of ``Options``.
+    are deleted when the job is final or queued again. ``concurrency``: how many runs there may be
+    at a time: ``3`` of this job, ``("tenant:{tenant_id}", 2)`` of each group that the template
+    makes of the arguments, or the template alone, where controls set the limits. Jobs with the
+    same template share their groups. Other options: the fields of ``Options``.
     """
 
     def register(func: Callable[P, R]) -> Job[P, R]:
@@ -393,6 +410,7 @@ def job(  # noqa: PLR0913 - the options of a decorator
             scope=_argument(scope, signature, chosen),
             fingerprint=_arguments(fingerprint, signature, chosen),
             invalidates=tuple(_invalidated(i, signature, chosen) for i in _tuple(invalidates)),
+            concurrency=_concurrency(concurrency, signature, chosen),
             options=_options(options, chosen),
         )
         if made.options.atomic and inspect.iscoroutinefunction(inspect.unwrap(func)):
@@ -481,11 +499,17 @@ def options_of(name: str) -> Options:
     return found.options if found else _options({}, name)
 
 
+def limited() -> tuple[str, ...]:
+    """Return the names, present and former, of jobs that declare ``concurrency``."""
+    return tuple(sorted(_limited))
+
+
 def forget(name: str) -> None:
     """Remove a job, for tests that define some."""
     gone = _jobs.pop(name, None)
     for alias in gone.aliases if gone else ():
         _former.pop(alias, None)
+    _limited.difference_update({name, *(gone.aliases if gone else ())})
 
 
 # ---- what the decorator checks
@@ -509,6 +533,8 @@ def _add(made: Job[P, R]) -> Job[P, R]:
                 "jobs would answer for each other's keys"
             )
     _jobs[made.name] = made
+    if made.concurrency is not None:
+        _limited.update({made.name, *made.aliases})
     _missing.clear()
     _former.update(dict.fromkeys(made.aliases, made))
     return made
@@ -580,6 +606,23 @@ def _invalidated(entry: Any, signature: inspect.Signature, job: str) -> Invalida
     if not isinstance(template, str) or not template or not isinstance(alias, str):
         raise JobDefinitionError(f"{job}: {where}: give a template, or (cache alias, template)")
     return Invalidated(alias, keys.text_template(template, signature, job, where))
+
+
+def _concurrency(given: Any, signature: inspect.Signature, job: str) -> Concurrency | None:
+    if given is None:
+        return None
+    template, limit = given if isinstance(given, tuple) and len(given) == 2 else (given, None)  # noqa: PLR2004
+    where = f"concurrency={given!r}"
+    if type(given) is int and given >= 1:
+        return Concurrency(given, None)
+    if not (isinstance(template, str) and template) or not (
+        limit is None or (type(limit) is int and limit >= 1)
+    ):
+        raise JobDefinitionError(
+            f"{job}: {where}; give a whole number of at least 1, a template such as "
+            '"tenant:{tenant_id}", or both: ("tenant:{tenant_id}", 2). To stop a job, pause it'
+        )
+    return Concurrency(limit, keys.text_template(template, signature, job, where))
 
 
 def _options(given: dict[str, Any], job: str) -> Options:

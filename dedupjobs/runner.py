@@ -24,7 +24,9 @@ from django.db import (
 )
 
 from dedupjobs import (
+    asides,
     clock,
+    controls,
     counters,
     execution,
     fields,
@@ -52,12 +54,10 @@ from dedupjobs.endings import (
     Stopped,
     Succeeded,
 )
-from dedupjobs.exceptions import (
-    ArgumentError,
-)
+from dedupjobs.exceptions import ArgumentError, GroupUnknown
 from dedupjobs.heartbeat import B, Heart, Pacemaker, beating
 from dedupjobs.invalidation import News
-from dedupjobs.lifecycle import Claim, Note, Place
+from dedupjobs.lifecycle import Claim, Note, Place, Refusal, Refused
 from dedupjobs.locks import Grip, Taken
 from dedupjobs.models import WAITING, AttemptOutcome, Cause, Status
 from dedupjobs.registry import LONGEST, Job, Options
@@ -180,16 +180,16 @@ def deliver(pk: int, generation: int, *, owner: str, lock: bool = True) -> Statu
 
 
 def _deliver(pk: int, generation: int, owner: str, *, lock: bool) -> Status | None:
+    controls.current()
     taken = locks.take(pk, owner, ttl=FIRST_LEASE) if lock else Taken(Grip.UNUSED)
     grip = taken.grip
     if grip is Grip.BUSY and _is_taken(pk):
         _drop(pk, owner, Grip.BUSY)
         return None
-    claim = _claim_surely(pk, generation, owner, taken.waited)
+    claim = _claimed(pk, generation, owner, taken)
     if claim is None:
-        _drop(pk, owner, grip)
         return None
-    options = registry.options_of(claim.name)
+    options = controls.known().options_of(claim.name)
     _hold_lock(claim, grip, options)
     host.claimed(claim, options)
     heart = Heart(job_pk=pk, fence=claim.fence, owner=owner, name=claim.name, lease=options.lease)
@@ -204,6 +204,7 @@ def _deliver(pk: int, generation: int, owner: str, *, lock: bool) -> Status | No
     with invalidation.gathering() as news:
         tell_end(claim, ending, status, clock.monotonic() - begun)
     free_lock(claim, grip, status, heart, news)
+    _let_next_in(claim)
     if isinstance(ending, Interrupted) and ending.reraise:
         raise KeyboardInterrupt
     return status
@@ -234,6 +235,18 @@ def _is_taken(pk: int) -> bool:
     return not persist(lambda first: waiting.all().exists(), patience=CLAIM_PATIENCE)
 
 
+def _claimed(pk: int, generation: int, owner: str, taken: Taken) -> Claim | None:
+    """Claim the row, or do with its message what has to be done."""
+    try:
+        claim = _claim_surely(pk, generation, owner, taken.waited)
+    except Refused as refused:
+        _put_aside(pk, generation, owner, taken.grip, refused.refusal)
+        return None
+    if claim is None:
+        _drop(pk, owner, taken.grip)
+    return claim
+
+
 def _claim_surely(pk: int, generation: int, owner: str, lock_wait: float | None) -> Claim | None:
     """Claim; where COMMIT had no reply, look for the attempt by its owner before another try."""
     place = place_of(lock_wait)
@@ -241,7 +254,7 @@ def _claim_surely(pk: int, generation: int, owner: str, lock_wait: float | None)
     def look_or_claim(first: bool) -> Claim | None:
         if not first and (found := lifecycle.claimed_by(owner)):
             return found[0]
-        return lifecycle.claim(pk, generation, owner=owner, place=place)
+        return _claim(pk, generation, owner, place)
 
     return persist(look_or_claim, patience=CLAIM_PATIENCE)
 
@@ -254,6 +267,26 @@ def place_of(lock_wait: float | None = None) -> Place:
 def rq_id() -> str:
     """Return the id of the message that is being run, or an empty text."""
     return host.rq_id or _rq_id()
+
+
+def _claim(pk: int, generation: int, owner: str, place: Place) -> Claim | None:
+    """Claim under the controls in force; a group that nobody has counted yet is made first."""
+    try:
+        return lifecycle.claim(
+            pk, generation, owner=owner, place=place, gate=controls.known().gate()
+        )
+    except GroupUnknown as unknown:
+        controls.make_group(str(unknown))
+        return _claim(pk, generation, owner, place)
+
+
+def _put_aside(pk: int, generation: int, owner: str, grip: Grip, refusal: Refusal) -> None:
+    """Let a row wait that may not run yet, unless another message of it is on its way."""
+    if grip is Grip.HELD:
+        locks.release(pk, owner, cargo=[counters.payment(due=host.pays_when_idle)])
+    mine = host.rq_id or _rq_id()
+    if not mine or refusal.sent_as in (mine, None):
+        asides.put(pk, generation, refusal)
 
 
 def _rq_id() -> str:
@@ -459,7 +492,8 @@ def settle(  # noqa: PLR0911 - a table
 
 def _fail_or_give_up(claim: Claim, ending: Failed, note: Note, options: Options) -> Status | None:
     failures = claim.failures + 1
-    if ending.final or failures >= (claim.max_attempts or options.max_attempts):
+    most = claim.max_attempts or controls.known().options_of(claim.name).max_attempts
+    if ending.final or failures >= most:
         return lifecycle.give_up(
             claim, on_dead=options.on_dead, note=note, timed_out=ending.timed_out
         )
@@ -487,7 +521,7 @@ def settle_surely(
     Tried for as long as the lease would last without us; then the coordinator recovers the job.
     ``tried``: a COMMIT of ours may have settled it already.
     """
-    lease = registry.options_of(claim.name).lease
+    lease = controls.known().options_of(claim.name).lease
 
     def read_or_settle(first: bool) -> Status | None:
         outcome = None if first and not tried else lifecycle.outcome_of(claim.fence)
@@ -578,6 +612,16 @@ def free_lock(claim: Claim, grip: Grip, status: Status | None, heart: Heart, new
     elif freed is Grip.BUSY and not has_successor(claim, status):
         heart.miss_lock()
         counters.pay()
+
+
+def _let_next_in(claim: Claim) -> None:
+    """Wake a row that has waited for the room that this attempt took, once that is committed."""
+
+    def wake() -> None:
+        asides.freed(claim)
+
+    if controls.known().limits(claim.name, claim.args):
+        transaction.on_commit(wake, using=lifecycle.alias(), robust=True)
 
 
 def has_successor(claim: Claim, status: Status | None) -> bool:

@@ -35,8 +35,11 @@ from rq.utils import now
 from rq.worker import WorkerStatus
 
 from dedupjobs import (
+    asides,
+    cache,
     clock,
     conf,
+    controls,
     coordinator,
     counters,
     dispatch,
@@ -105,6 +108,8 @@ class DedupWorker(Worker):
         fields.worker = self.name
         super().bootstrap(*args, **kwargs)
         hardening.harden_connections()
+        if cache.is_on():
+            controls.share_bell()  # which the coordinator child rings
         if not dispatch.reads_json():
             self.log.error(
                 "Worker %s reads JSON, but producers write pickles: set RQ = {'WORKER_CLASS': "
@@ -481,7 +486,8 @@ class DedupWorker(Worker):
             ride.killed = ride.killed or "timeout"
             self.kill_horse(signal.SIGKILL)
         elif (
-            job.timeout != -1
+            not ride.running  # else its own time-out counts, which a person may have changed
+            and job.timeout != -1
             and moment >= ride.begun + (job.timeout or Queue.DEFAULT_TIMEOUT) + RQ_GRACE
         ):
             self.kill_horse(signal.SIGKILL)  # it hangs outside of any attempt
@@ -500,9 +506,11 @@ class DedupWorker(Worker):
     def _bury(self, ride: Ride, rq_ids: list[str]) -> None:
         """End the attempts that the dead horse has left open: we have reaped it, so it is dead."""
         try:
+            controls.current()
             with counters.gathering():
                 for claim in lifecycle.claimed_by(ride.owner):
                     self._bury_one(claim, ride.killed, innocent=ride.acquits(claim))
+                    asides.freed(claim)
             lifecycle.mark_unsent(rq_ids)  # rows that it had not claimed yet have no message now
             coordinator.Coordinator().hand_over([q.name for q in self.queues])
         except (DatabaseError, InterfaceError) as error:
@@ -627,6 +635,8 @@ def _coordinate(pipe: int, log: logging.Logger) -> None:
     def parent_is_gone(seconds: float) -> bool:
         return bool(select.select([pipe], [], [], seconds)[0]) or os.getppid() != parent
 
+    if cache.is_on():
+        clock.start(lambda: invalidation.follow_controls(lambda: False), name="dedupjobs-controls")
     try:
         Coordinator().run(parent_is_gone)
     except BaseException:

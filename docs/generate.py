@@ -33,6 +33,8 @@ OPTIONS = {
     "fingerprint": "the arguments that must be equal when the key is; all",
     "invalidates": "templates of cache keys, or (alias, template), deleted when the job is final "
     "or queued again",
+    "concurrency": "how many run at a time: a number, (template, number) by group, or a template "
+    "whose limits live controls set",
     "queue": "one of RQ_QUEUES",
     "max_attempts": "failures after which it is DEAD; the first run counts",
     "backoff": "seconds before a retry, or `Exponential(base, factor, cap)`",

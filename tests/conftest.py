@@ -12,7 +12,7 @@ from django.conf import settings
 from django.db import connection
 from django.utils import translation
 
-from dedupjobs import cache, counters, invalidation, load
+from dedupjobs import cache, controls, counters, invalidation, load
 from dedupjobs.lifecycle import together
 from tests.processes import Spawned
 
@@ -43,6 +43,7 @@ def _empty_redis() -> None:
             client.flushdb()
     cache.forget_clients()
     counters.forget_owed()
+    controls.forget()
     load.forget()
 
 

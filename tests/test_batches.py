@@ -11,7 +11,7 @@ import pytest
 from django.db import OperationalError, connection, transaction
 
 from dedupjobs import batches, dispatch, interrupts, lifecycle, locks, operations, probes
-from dedupjobs.batches import course
+from dedupjobs.batches import course, shared
 from dedupjobs.clock import DbNow
 from dedupjobs.exceptions import ArgumentError, Cancel, JobDefinitionError, Snooze
 from dedupjobs.models import AttemptOutcome, JobAttempt, ProcessedJob, Status
@@ -169,6 +169,13 @@ def test_stale_job_writes_nothing_and_the_others_succeed(kind: str, acts: Any) -
     assert ("1" in tags()) == (kind != "atomic"), "an atomic effect goes with its ending"
 
 
+@pytest.fixture
+def _shared_for_long(monkeypatch: Any) -> None:
+    """Let a slow machine not end a shared transaction between two jobs."""
+    monkeypatch.setattr(shared, "GATHERED", 60.0)
+
+
+@pytest.mark.usefixtures("_shared_for_long")
 @every_kind
 def test_job_that_times_out_ends_alone(kind: str, acts: Any) -> None:
     acts["1"] = lambda: time.sleep(30)
@@ -189,6 +196,7 @@ def test_job_that_times_out_ends_alone(kind: str, acts: Any) -> None:
     assert statuses(rows)[2] == Status.SUCCEEDED
 
 
+@pytest.mark.usefixtures("_shared_for_long")
 @pytest.mark.skipif(not has_row_locks, reason="on SQLite each has a transaction of its own")
 def test_deadlock_ends_the_shared_transaction_and_the_innocent_run_again(acts: Any) -> None:
     acts["1"] = raising(OperationalError("deadlock detected"))
@@ -510,7 +518,7 @@ def test_cancelled_row_leaves_the_message_that_others_wait_for() -> None:
         {"status": Status.RUNNING, "attempts": 1},
         {"status": Status.SUCCEEDED},
     ],
-    ids=lambda change: next(iter(change.items()))[0] + str(next(iter(change.values()))),
+    ids=["another generation", "later", "cancel", "hold", "held", "running", "succeeded"],
 )
 def test_row_that_a_single_claim_would_leave_is_left(kind: str, change: dict[str, Any]) -> None:
     rows = enqueued(kind, 3)

@@ -129,6 +129,12 @@ def test_options_have_the_designs_defaults() -> None:
         ({"on_lost": "fail"}, "on_lost='fail'"),
         ({"on_redis_error": "ignore"}, "on_redis_error='ignore'"),
         ({"atomic": 1}, "atomic=1"),
+        ({"concurrency": 0}, "concurrency=0; give a whole number of at least 1"),
+        ({"concurrency": True}, "concurrency=True"),
+        ({"concurrency": ""}, "concurrency=''"),
+        ({"concurrency": ("order:{order_id}", 0)}, r"concurrency=\('order:{order_id}', 0\); give"),
+        ({"concurrency": ("order:{order_id}",)}, "To stop a job, pause it"),
+        ({"concurrency": "tenant:{tenant}"}, "names 'tenant'; its arguments are: order_id, amount"),
     ],
     ids=str,
 )

@@ -19,7 +19,17 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from dedupjobs import FOREVER, clock, current_attempt, job, registry, runner, spans, tracing
+from dedupjobs import (
+    FOREVER,
+    clock,
+    controls,
+    current_attempt,
+    job,
+    registry,
+    runner,
+    spans,
+    tracing,
+)
 from dedupjobs.models import ProcessedJob, Status
 from tests import live
 from tests.app import jobs
@@ -206,6 +216,7 @@ def test_odd_traceparent_in_a_row_is_no_link_and_harms_nobody(ended: Any) -> Non
 def test_without_a_provider_nothing_is_traced_and_no_statement_is_added() -> None:
     assert isinstance(spans.tracer, tracing.OpenTelemetry)
     assert spans.tracer.provider is None
+    controls.current()  # which a process reads once in a while
     with CaptureQueriesContext(connection) as captured:
         row = jobs.record.enqueue(tag="a").job
     with_tracer = len(captured.captured_queries)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from django.contrib import admin
 
+from dedupjobs.admin.controls import ControlAdmin
 from dedupjobs.admin.dashboard import DashboardAdmin
 from dedupjobs.admin.jobs import ProcessedJobAdmin
 from dedupjobs.admin.plain import PLAIN
-from dedupjobs.models import Dashboard, ProcessedJob
+from dedupjobs.models import Control, Dashboard, ProcessedJob
 
 __all__ = ["ProcessedJobAdmin", "register"]
 
@@ -22,6 +23,7 @@ def register(site: admin.AdminSite) -> None:
     """Show dedupjobs' pages on an admin site."""
     site.register(ProcessedJob, ProcessedJobAdmin)
     site.register(Dashboard, DashboardAdmin)
+    site.register(Control, ControlAdmin)
     for model, kind in PLAIN.items():
         site.register(model, kind)
 

@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from dedupjobs import fleet, summaries
+from dedupjobs import controls, fleet, summaries
 from dedupjobs.admin import period, plans, tiles, troubles
 from dedupjobs.admin.charts import Chart, draw
 from dedupjobs.admin.tiles import Tile
 from dedupjobs.admin.troubles import Banner
 from dedupjobs.alerts import book
+from dedupjobs.controls import Rule
 from dedupjobs.fleet import Fleet
 from dedupjobs.models import Severity
 
 MOST_JOBS = 10
+MOST_CONTROLS = 50
 MOST_ALERTS = 20
 LEVELS: dict[str, str] = {Severity.CRITICAL: "bad", Severity.WARNING: "warn"}
 
@@ -40,6 +42,7 @@ class Board:
     jobs: tuple[dict[str, Any], ...]
     fleet: Fleet
     begun: bool
+    controls: tuple[Rule, ...]
 
 
 def read(name: str) -> Board:
@@ -65,6 +68,7 @@ def read(name: str) -> Board:
         jobs=tuple(summaries.by_name(size, shown.moments[0], most=MOST_JOBS)),
         fleet=seen,
         begun=newest is not None or any(now.by_status.values()),
+        controls=controls.current(at_most=0.0).rules[:MOST_CONTROLS],
     )
 
 

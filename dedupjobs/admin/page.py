@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from dedupjobs import lifecycle, operations
+from dedupjobs import controls, lifecycle, operations
 from dedupjobs.admin import timeline, truth
 from dedupjobs.admin.truth import Known
+from dedupjobs.controls import Rule
 from dedupjobs.models import DuplicateSample, JobAttempt, Operation, ProcessedJob
 from dedupjobs.story import events, why
 from dedupjobs.story.situation import situation, where
@@ -41,6 +42,7 @@ class Page:
     duplicates: tuple[DuplicateSample, ...]
     newest: JobAttempt | None
     max_attempts: int
+    controls: tuple[Rule, ...]
 
 
 def read(row: ProcessedJob) -> Page:
@@ -60,6 +62,7 @@ def read(row: ProcessedJob) -> Page:
         duplicates=tuple(duplicates),
         newest=newest,
         max_attempts=operations.limit_of(row),
+        controls=tuple(controls.current(at_most=0.0).about(row)),
     )
 
 

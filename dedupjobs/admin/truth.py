@@ -13,7 +13,7 @@ from typing import Any
 from django.utils.translation import gettext as _
 from redis.exceptions import RedisError
 
-from dedupjobs import cache, conf, dispatch, locks
+from dedupjobs import cache, conf, dispatch, lifecycle, locks
 from dedupjobs.cache import Stored
 from dedupjobs.dispatch import Trace
 from dedupjobs.exceptions import UnknownQueue
@@ -232,6 +232,8 @@ def _in_message(known: Known, message: Trace | Exception | None) -> Iterator[Dri
 
 def _of_waiting(known: Known, message: Trace) -> Iterator[Drift]:
     sent = known.row.dispatched_at
+    if lifecycle.is_aside(known.row):
+        return
     if not known.due or sent is None or (message.alive and message.status is not None):
         return
     if known.since(sent) <= GRACE:
@@ -271,6 +273,12 @@ def _column(
     return Column(title=title, facts=facts(found), drifted=drifted)
 
 
+def _handed_over(row: ProcessedJob) -> Fact:
+    if lifecycle.is_aside(row):
+        return Fact(label=_("handed over"), value=_("not yet: set aside"))
+    return Fact(label=_("handed over"), at=row.dispatched_at, value="–")
+
+
 def _row_facts(known: Known) -> tuple[Fact, ...]:
     row, open_one = known.row, known.open_one
     facts = [
@@ -278,7 +286,7 @@ def _row_facts(known: Known) -> tuple[Fact, ...]:
         Fact(label=_("version"), value=str(row.version)),
         Fact(label=_("generation"), value=str(row.generation)),
         Fact(label=_("not before"), at=row.run_after),
-        Fact(label=_("handed over"), at=row.dispatched_at, value="–"),
+        _handed_over(row),
     ]
     if open_one is not None:
         facts += [

@@ -72,7 +72,8 @@ class DedupBackend(BaseTaskBackend):
         """
         Enqueue after the commit, if the key is free; else the result is that of the run there is.
 
-        JobConflict, PayloadMismatch: as the job's options say.
+        JobConflict, PayloadMismatch: as the job's options say; JobConflict also where a live
+        control turns the call away.
         """
         if wrong := next(self.check(), None):
             raise ImproperlyConfigured(f"{wrong.msg} {wrong.hint}")
@@ -85,6 +86,8 @@ class DedupBackend(BaseTaskBackend):
             key=task.call_key,
         )
         outcome = variant.enqueue(*given, **named, **arguments.shape_of(given, named))
+        if outcome.job.pk is None:  # a live control has turned it away: there is nothing to show
+            outcome.raise_for_conflict()
         result = results.result_of(task, outcome.job, outcome)
         if outcome.kind not in TURNED_AWAY:
             receivers.tell_enqueued(type(self), result)

@@ -47,7 +47,7 @@ class Crew:
         for _ in range(count):
             self._tasks.put(shift.run)
         try:
-            with interrupts.armed(None):
+            with interrupts.armed(interrupts.Cutter(None)):
                 shift.watch.wait(shift.is_over)
         except BaseException as raised:
             shift.watch.cut_all()

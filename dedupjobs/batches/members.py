@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dedupjobs import lifecycle, locks, registry, runner, signals
+from dedupjobs import controls, lifecycle, locks, registry, runner, signals
 from dedupjobs.endings import Ending, Succeeded
 from dedupjobs.heartbeat import Heart
 from dedupjobs.lifecycle import Claim, Done, Note, Terms, Wanted
@@ -32,7 +32,7 @@ class Member:
 
     @property
     def options(self) -> Options:
-        return self.job.options
+        return controls.known().options_of(self.job.name)
 
     @property
     def is_asked(self) -> bool:
@@ -91,10 +91,11 @@ def claimed(wanted: Sequence[Wanted], owner: str) -> list[Member]:
     firsts = list(named.values())
     taken = locks.take_many([(row.pk, row.owner) for row in firsts], ttl=FIRST_LEASE)
     known = registry.by_name()
+    gate = controls.current().gate()
     terms = {
         name: Terms(lease=job.options.lease, begins=job.options.gathers)
         for name, job in known.items()
-        if may_share(job.options)
+        if may_share(job.options) and not (gate.queues or name in gate.names)
     }
     asked = [
         Wanted(

@@ -41,8 +41,13 @@ from dedupjobs.lifecycle.batches import (
 )
 from dedupjobs.lifecycle.calls import Answer, enqueue, enqueue_many
 from dedupjobs.lifecycle.claims import (
+    OPEN,
+    Gate,
+    Grant,
     Place,
     Pulse,
+    Refusal,
+    Refused,
     beat,
     begin,
     claim,
@@ -82,10 +87,20 @@ from dedupjobs.lifecycle.rows import (
     waited_in_vain,
 )
 from dedupjobs.lifecycle.sending import (
+    BEYOND,
+    PAUSE_MARKS,
+    ROOM_MARKS,
+    aside,
+    forget_mark,
+    is_aside,
     mark_sent,
     mark_sent_together,
     mark_unsent,
+    marks,
     new_dispatch_id,
+    release,
+    set_aside,
+    set_aside_unsent,
 )
 from dedupjobs.lifecycle.settling import (
     NO_NOTE,
@@ -108,7 +123,8 @@ __all__ = [  # noqa: RUF022 - in the order a job meets them
     "values_of", "insert_for_each",
     "codes", "waited_in_vain", "mark_transaction", "assert_unbroken",
     "Answer", "enqueue", "enqueue_many",
-    "Change", "Claim", "Place", "claim", "claimed_by", "begin",
+    "Change", "Claim", "Place", "Grant", "Refusal", "Refused", "Gate", "OPEN",
+    "claim", "claimed_by", "begin",
     "Pulse", "beat", "look", "lock_open", "renew",
     "Note", "NO_NOTE", "complete", "fail", "give_up", "snooze", "interrupt", "unclaim", "stop",
     "park", "outcome_of", "note_late",
@@ -119,6 +135,8 @@ __all__ = [  # noqa: RUF022 - in the order a job meets them
     "cancel_alike", "hold_alike", "retry_alike", "unhold_alike", "limit_alike",
     "Pruned", "prunable", "free_tombstones", "held", "prune", "purge",
     "new_dispatch_id", "mark_sent", "mark_sent_together", "mark_unsent",
+    "BEYOND", "PAUSE_MARKS", "ROOM_MARKS", "is_aside", "set_aside", "set_aside_unsent", "aside",
+    "release", "marks", "forget_mark",
 ]  # fmt: skip
 
 

@@ -93,14 +93,14 @@ WITH wanted AS (
 ), made AS (
     INSERT INTO dedupjobs_jobattempt (
         job_id, number, generation, owner, lease_until, beat_at, claimed_at, began_at,
-        queue_delay, lock_wait, host, pid, rq_id,
+        queue_delay, lock_wait, host, pid, rq_id, group_hash,
         progress, late_ending, error_class, error_message, traceback, reason
     )
     SELECT id, attempts, generation, owner,
         clock_timestamp() + lease * interval '1 second', clock_timestamp(), clock_timestamp(),
         CASE WHEN begins THEN clock_timestamp() END,
         GREATEST(EXTRACT(EPOCH FROM started_at - GREATEST(run_after, enqueued_at)), 0),
-        lock_wait, %(host)s, %(pid)s, %(rq_id)s, '', '', '', '', '', ''
+        lock_wait, %(host)s, %(pid)s, %(rq_id)s, '', '', '', '', '', '', ''
     FROM won ORDER BY id
     RETURNING id, job_id, queue_delay
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -52,6 +53,7 @@ OF_A_CLAIM = (
     "run_after",
     "enqueued_at",
     "started_at",
+    "dispatch_id",
 )
 
 
@@ -65,22 +67,87 @@ class Place:
     lock_wait: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """What a claim is granted: a lease in seconds. ``group_hash``: the group it counts in."""
+
+    lease: float
+    group_hash: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """
+    Why a row that could be taken may not run yet. ``mark``: what it is set aside under.
+
+    ``sent_as``: the RQ id of its last hand-over, as the claim has read it.
+    """
+
+    mark: str
+    words: str
+    name: str
+    sent_as: str | None
+
+
+class Refused(Exception):
+    """The claim was undone: the row waits as before, and no attempt was made."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.words)
+        self.refusal = refusal
+
+
+def _by_its_options(row: Any) -> Grant:
+    return Grant(lease=registry.options_of(row.name).lease)
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """
+    Who may start, and on which terms. ``admit`` is asked inside the claim's transaction, which
+    holds the row, and may raise Refused. It has nothing to say about any row but those of the
+    jobs ``names`` and the ``queues``.
+    """
+
+    admit: Callable[[Any], Grant] = _by_its_options
+    names: tuple[str, ...] = ()
+    queues: tuple[str, ...] = ()
+
+    def passed_by(self) -> dict[str, Any]:
+        """Return what must hold of a job that need not be asked about."""
+        pairs = {"~name__in": self.names, "~queue__in": self.queues}
+        return {lookup: values for lookup, values in pairs.items() if values}
+
+
+OPEN = Gate()
+
+
 def claim(
-    pk: int, generation: int, *, owner: str, place: Place, begins: bool = True
+    pk: int,
+    generation: int,
+    *,
+    owner: str,
+    place: Place,
+    begins: bool = True,
+    gate: Gate = OPEN,
 ) -> Claim | None:
     """
     Take a waiting, due job for a new attempt, or return None if there is nothing to take.
 
     Never from RUNNING: a dead owner's job comes back through reclaim. The arguments are read
     after the UPDATE, which holds the row, so they are those of this generation. ``begins``: user
-    code starts at once, so ``began_at`` is written here and spares a statement.
+    code starts at once, so ``began_at`` is written here and spares a statement. ``gate``: what
+    it raises rolls all of it back: no attempt, no failure.
     """
     probes.reach("claim.before")
     where, begun = _waiting(pk, generation), _begun(generation, owner, place, begins=begins)
     if together.serves(alias()):
-        won = together.claim(alias(), where, TAKEN, OF_A_CLAIM, begun)
+        passed_by = gate.passed_by()
+        won = together.claim(alias(), {**where, **passed_by}, TAKEN, OF_A_CLAIM, begun)
+        if won is None and passed_by:
+            won = _claim_step_by_step(where, begun, gate)
     else:
-        won = _claim_step_by_step(where, begun)
+        won = _claim_step_by_step(where, begun, gate)
     if won is None:
         return None
     row, attempt = won
@@ -130,15 +197,19 @@ def _of_the_job(pk: int, number: int, lease: float, delay: float | None) -> dict
     return {"job_id": pk, "number": number, "lease_until": DbNow(lease), "queue_delay": delay}
 
 
-def _claim_step_by_step(where: dict[str, Any], begun: dict[str, Any]) -> tuple[Any, Any] | None:
+def _claim_step_by_step(
+    where: dict[str, Any], begun: dict[str, Any], gate: Gate
+) -> tuple[Any, Any] | None:
     with transaction.atomic(using=alias()):
         row = job(**where).update_and_read(OF_A_CLAIM, **TAKEN)
         if row is None:
             return None
         probes.reach("claim.row_won")
-        lease = registry.options_of(row.name).lease
+        grant = gate.admit(row)
         delay = _seconds_between(max(row.run_after, row.enqueued_at), row.started_at)
-        given = {**begun, **_of_the_job(row.pk, row.attempts, lease, delay)}
+        given = {**begun, **_of_the_job(row.pk, row.attempts, grant.lease, delay)}
+        if grant.group_hash:
+            given["group_hash"] = grant.group_hash
         attempt = insert(JobAttempt, alias(), returning=MADE, **given)
         probes.reach("claim.uncommitted")
     return row, attempt
@@ -177,6 +248,7 @@ def claim_of(attempt: Any, row: Any) -> Claim:
         traceparent=row.traceparent,
         host=attempt.host,
         rq_id=attempt.rq_id,
+        group_hash=attempt.group_hash,
     )
 
 

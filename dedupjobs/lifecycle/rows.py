@@ -92,6 +92,7 @@ class Claim:
     traceparent: str = ""
     host: str = ""
     rq_id: str = ""
+    group_hash: str = ""
 
     def change(self, event: str) -> Change:
         """Return the change that this attempt's ending is."""

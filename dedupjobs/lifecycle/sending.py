@@ -1,10 +1,19 @@
-"""Which rows wait for a message, and which message was sent last."""
+"""
+Which rows wait for a message, which message was sent last, and which wait without one.
+
+A row that may not run yet (a pause, no room in its group) is *set aside*: a mark stands where the
+RQ id of its last hand-over would, and ``dispatched_at`` lies beyond all time. So neither the
+hand-over nor the search for lost messages sees it, it costs no queue anything, and all rows that
+wait for the same thing are found by one index.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 from django.db import transaction
+from django.db.models import QuerySet
 
 from dedupjobs import clock, probes
 from dedupjobs.clock import DbNow
@@ -12,6 +21,10 @@ from dedupjobs.lifecycle.rows import UNSENT, alias, jobs, skip_locked
 from dedupjobs.models import WAITING, ProcessedJob
 
 CHUNK = 500  # ids of one statement
+# Letters and digits only, so that all marks lie between these two in every collation.
+ASIDE, NO_MORE = "aside", "asidf"
+PAUSE_MARKS, ROOM_MARKS = f"{ASIDE}pause", f"{ASIDE}room"  # how marks begin, in this order
+BEYOND = datetime(9000, 1, 1, tzinfo=UTC)  # when a row that was set aside was handed over
 
 
 def new_dispatch_id() -> str:
@@ -71,3 +84,58 @@ def mark_unsent(dispatch_ids: Sequence[str]) -> int:
             free = list(skip_locked(failed.order_by("pk")).values_list("pk", flat=True))
             marked += failed.filter(pk__in=free).update(**UNSENT)
     return marked
+
+
+# ---- rows that may not run yet
+
+
+def is_aside(row: ProcessedJob) -> bool:
+    """Return whether a row waits without a message, until it is recalled."""
+    return (row.dispatch_id or "").startswith(ASIDE) and row.dispatched_at == BEYOND
+
+
+def set_aside(pk: int, generation: int, *, sent_as: str | None, mark: str) -> bool:
+    """Let a waiting row wait without a message; ``sent_as`` is the hand-over as read."""
+    probes.reach("set_aside.before")
+    row = jobs().filter(pk=pk, generation=generation, status__in=WAITING, dispatch_id=sent_as)
+    return bool(row.update(dispatch_id=mark, dispatched_at=BEYOND))
+
+
+def set_aside_unsent(pks: Sequence[int], mark: str) -> int:
+    """Let waiting rows that have no message wait on without one, under a mark."""
+    rows = jobs().filter(pk__in=pks, status__in=WAITING, dispatched_at=None)
+    with transaction.atomic(using=alias()):
+        free = list(skip_locked(rows.order_by("pk")).values_list("pk", flat=True))
+        return rows.filter(pk__in=free).update(dispatch_id=mark, dispatched_at=BEYOND)
+
+
+def aside(mark: str) -> QuerySet[ProcessedJob]:
+    """Return the rows that wait under this mark, the oldest first."""
+    return jobs().filter(dispatch_id=mark, status__in=WAITING).order_by("pk")
+
+
+def release(mark: str, *, most: int) -> int:
+    """Let the coordinator's hand-over see rows again; those that others have locked wait on."""
+    with transaction.atomic(using=alias()):
+        free = list(skip_locked(aside(mark)).values_list("pk", flat=True)[:most])
+        return jobs().filter(pk__in=free, dispatch_id=mark).update(**UNSENT)
+
+
+def marks(*, most: int, after: str = ASIDE, before: str = NO_MORE) -> list[str]:
+    """Return the marks that rows are set aside under, in order, hopping through the index."""
+    found: list[str] = []
+    last = after
+    while len(found) < most:
+        others = jobs().filter(dispatch_id__gt=last, dispatch_id__lt=before)
+        mark = others.order_by("dispatch_id").values_list("dispatch_id", flat=True).first()
+        if mark is None:
+            break
+        found.append(mark)
+        last = mark
+    return found
+
+
+def forget_mark(mark: str) -> int:
+    """Wipe a mark that no waiting row bears from those that ran or ended with it."""
+    ended = jobs().filter(dispatch_id=mark).exclude(status__in=WAITING)
+    return ended.update(**UNSENT)

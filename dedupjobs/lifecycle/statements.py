@@ -156,8 +156,12 @@ class Rows:
 def updating(
     connection: Any, model: type[models.Model], where: Values, to: Values, columns: tuple[str, ...]
 ) -> Statement:
-    """Compile an UPDATE; ``where`` and ``to`` may have slots."""
-    query: Any = model._base_manager.using(connection.alias).filter(**where).query
+    """Compile an UPDATE; ``where`` and ``to`` may have slots, ``~`` before a lookup denies it."""
+    found = model._base_manager.using(connection.alias)
+    for lookup, value in where.items():
+        if lookup.startswith("~"):
+            found = found.exclude(**{lookup[1:]: value})
+    query: Any = found.filter(**{k: v for k, v in where.items() if k[0] != "~"}).query
     query = query.chain(UpdateQuery)
     query.add_update_values(to)
     sql, params = query.get_compiler(connection=connection).as_sql()

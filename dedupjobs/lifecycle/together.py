@@ -76,7 +76,7 @@ def claim(
         return None
     made = {name: values.pop(f"made.{name}") for name in MADE}
     row = SimpleNamespace(**values, pk=values["id"])
-    return row, SimpleNamespace(**{**attempt, **made}, pk=made["id"])
+    return row, SimpleNamespace(**{"group_hash": "", **attempt, **made}, pk=made["id"])
 
 
 def claiming(

@@ -28,6 +28,42 @@ class Migration(migrations.Migration):
 
     operations = [
         migrations.CreateModel(
+            name='ConcurrencyGroup',
+            fields=[
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('group_hash', models.CharField(max_length=64, unique=True)),
+                ('made_at', dedupjobs.clock.UtcDateTimeField()),
+            ],
+            options={
+                'default_permissions': (),
+            },
+        ),
+        migrations.CreateModel(
+            name='Control',
+            fields=[
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('kind', models.CharField(choices=[('pause', 'pause'), ('drain', 'drain'), ('filter', 'filter of calls'), ('concurrency', 'concurrency limit'), ('lease', 'lease'), ('timeout', 'time-out'), ('max_attempts', 'attempt limit'), ('bypass_cache', 'bypass of the status cache')], max_length=16, verbose_name='kind')),
+                ('aim', models.CharField(choices=[('job', 'job'), ('queue', 'queue'), ('key', 'exact key'), ('prefix', 'keys that begin with'), ('scope', 'scope'), ('group', 'group'), ('all', 'everything')], max_length=8, verbose_name='about')),
+                ('target', models.CharField(blank=True, max_length=200, verbose_name='target')),
+                ('value', models.FloatField(blank=True, help_text='Seconds, attempts or runs at a time.', null=True, verbose_name='value')),
+                ('holds', models.BooleanField(default=False, help_text='Instead of turning calls away.', verbose_name='accept and hold')),
+                ('by', models.CharField(max_length=200, verbose_name='by')),
+                ('reason', models.TextField(verbose_name='reason')),
+                ('created_at', dedupjobs.clock.UtcDateTimeField(verbose_name='since')),
+                ('until', dedupjobs.clock.UtcDateTimeField(blank=True, null=True, verbose_name='until')),
+                ('ended_at', dedupjobs.clock.UtcDateTimeField(blank=True, null=True, verbose_name='ended')),
+                ('ended_by', models.CharField(blank=True, max_length=200, verbose_name='ended by')),
+                ('end_reason', models.TextField(blank=True, verbose_name='why it ended')),
+                ('place', models.CharField(blank=True, max_length=64, null=True, unique=True)),
+            ],
+            options={
+                'verbose_name': 'control',
+                'verbose_name_plural': 'controls',
+                'permissions': [('use_control', 'Can add and end controls')],
+                'default_permissions': ('view',),
+            },
+        ),
+        migrations.CreateModel(
             name='BulkOperation',
             fields=[
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
@@ -137,7 +173,7 @@ class Migration(migrations.Migration):
                 'verbose_name_plural': 'jobs',
                 'permissions': [('retry_processedjob', 'Can retry jobs'), ('cancel_processedjob', 'Can cancel jobs'), ('hold_processedjob', 'Can hold and unhold jobs'), ('free_processedjob', 'Can free locks and messages'), ('purge_processedjob', 'Can purge jobs'), ('arguments_processedjob', 'Can view arguments and results')],
                 'default_permissions': ('view',),
-                'indexes': [models.Index(fields=['status', 'dispatched_at', 'run_after'], name='dedupjobs_due'), models.Index(fields=['name', 'status', 'finished_at', 'unique_until'], name='dedupjobs_final'), models.Index(fields=['name', 'status', 'queue'], name='dedupjobs_name'), models.Index(fields=['queue', 'status'], name='dedupjobs_queue'), models.Index(fields=['scope', 'key'], name='dedupjobs_key'), models.Index(fields=['dispatch_id'], name='dedupjobs_dispatch'), models.Index(fields=['duplicates'], name='dedupjobs_duplicates'), models.Index(fields=['error_class', 'name', 'queue'], name='dedupjobs_error'), models.Index(fields=['enqueued_at'], name='dedupjobs_age'), models.Index(fields=['status', 'enqueued_at'], name='dedupjobs_state_age'), models.Index(fields=['key'], name='dedupjobs_prefix', opclasses=['varchar_pattern_ops'])],
+                'indexes': [models.Index(fields=['status', 'dispatched_at', 'run_after'], name='dedupjobs_due'), models.Index(fields=['name', 'status', 'finished_at', 'unique_until'], name='dedupjobs_final'), models.Index(fields=['name', 'status', 'queue'], name='dedupjobs_name'), models.Index(fields=['queue', 'status'], name='dedupjobs_queue'), models.Index(fields=['scope', 'key'], name='dedupjobs_key'), models.Index(fields=['dispatch_id', 'id'], name='dedupjobs_dispatch'), models.Index(fields=['duplicates'], name='dedupjobs_duplicates'), models.Index(fields=['error_class', 'name', 'queue'], name='dedupjobs_error'), models.Index(fields=['enqueued_at'], name='dedupjobs_age'), models.Index(fields=['status', 'enqueued_at'], name='dedupjobs_state_age'), models.Index(fields=['key'], name='dedupjobs_prefix', opclasses=['varchar_pattern_ops'])],
                 'constraints': [models.UniqueConstraint(fields=('key_hash',), name='dedupjobs_one_per_key')],
             },
         ),
@@ -286,6 +322,7 @@ class Migration(migrations.Migration):
                 ('host', models.CharField(blank=True, max_length=200, verbose_name='host')),
                 ('pid', models.PositiveIntegerField(blank=True, null=True, verbose_name='pid')),
                 ('rq_id', models.CharField(blank=True, max_length=200, verbose_name='RQ id')),
+                ('group_hash', models.CharField(blank=True, help_text='Counts against its concurrency limit.', max_length=64, verbose_name='group')),
                 ('error_class', models.CharField(blank=True, max_length=200, verbose_name='error class')),
                 ('error_message', models.TextField(blank=True, verbose_name='error message')),
                 ('traceback', models.TextField(blank=True, verbose_name='traceback')),

@@ -5,7 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from dedupjobs import conf, operations, registry
+from django.utils.translation import gettext as _
+
+from dedupjobs import conf, controls, lifecycle, operations, registry
 from dedupjobs.backoff import Exponential
 from dedupjobs.models import JobAttempt, ProcessedJob
 from dedupjobs.story.why import Situation, Try
@@ -13,7 +15,7 @@ from dedupjobs.story.why import Situation, Try
 
 def situation(row: ProcessedJob, newest: JobAttempt | None, now: datetime) -> Situation:
     """Return the facts that the sentences need."""
-    options = registry.options_of(row.name)
+    options = controls.known().options_of(row.name)
     longest, jitter = _longest_delay(options.backoff, row.failures)
     return Situation(
         status=row.status,
@@ -42,6 +44,20 @@ def situation(row: ProcessedJob, newest: JobAttempt | None, now: datetime) -> Si
         known=registry.find(row.name) is not None,
         tick=conf.get().TICK,
         resend_after=conf.get().RESEND_AFTER,
+        aside=_aside(row),
+    )
+
+
+def _aside(row: ProcessedJob) -> str:
+    """Return why a row waits without a message, if it does."""
+    if not lifecycle.is_aside(row):
+        return ""
+    controls.current(at_most=0.0)
+    refusal = controls.refusal_of(row)
+    return (
+        refusal.words
+        if refusal
+        else _("what it waited for is over, and the coordinator lets it go")
     )
 
 

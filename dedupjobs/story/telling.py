@@ -9,7 +9,7 @@ from typing import Any
 
 from django.db.models import Q
 
-from dedupjobs import criteria, dispatch, lifecycle, locks
+from dedupjobs import controls, criteria, dispatch, lifecycle, locks
 from dedupjobs.exceptions import UnknownQueue
 from dedupjobs.models import DuplicateSample, JobAttempt, Operation, ProcessedJob
 from dedupjobs.story import events, why
@@ -106,7 +106,7 @@ def tell(row: ProcessedJob) -> Story:
     return Story(
         row=row,
         events=tuple(sorted(told, key=lambda event: event.at)),
-        stores={"Lock": _said(_lock, row), "RQ": _said(_message, row)},
+        stores={"Lock": _said(_lock, row), "RQ": _said(_message, row), **_in_force(row)},
         why=why.explain(situation(row, newest, now)),
         left_out=max(row.attempts - len(attempts), 0) if attempts else 0,
     )
@@ -160,7 +160,15 @@ def _lock(row: ProcessedJob) -> str:
     return f"held by {seen.owner} {left}"
 
 
+def _in_force(row: ProcessedJob) -> dict[str, str]:
+    """Return the live controls that are about a row, if there are any."""
+    rules = controls.current(at_most=0.0).about(row)
+    return {"In force": "; ".join(str(rule) for rule in rules)} if rules else {}
+
+
 def _message(row: ProcessedJob) -> str:
+    if lifecycle.is_aside(row):
+        return "no message: the row is set aside until it may run"
     if row.dispatch_id is None:
         return "no message was sent for what comes next"
     found = dispatch.trace(row.queue, row.dispatch_id)

@@ -64,6 +64,7 @@ class Situation:
     known: bool = True
     tick: float = 1.0
     resend_after: float = 30.0
+    aside: str = ""
 
     @property
     def open_one(self) -> Try | None:
@@ -133,6 +134,13 @@ def _pending(s: Situation) -> Why:
 
 
 def _due(s: Situation, before: str) -> Why:
+    if s.aside:
+        now = _("due for %(ago)s and set aside: %(why)s")
+        return Why(
+            now=before + now % {"ago": s.ago(s.run_after), "why": s.aside},
+            next=_("It gets its message once that is over; waiting costs it no attempt."),
+            level="wait",
+        )
     if s.dispatched_at is None:
         now = _("due for %(ago)s and not handed over to queue %(queue)s yet")
         late = (s.now - s.run_after).total_seconds() > max(10 * s.tick, 10)
@@ -171,6 +179,8 @@ def _handed_over_then(s: Situation) -> str:
 
 
 def _retrying(s: Situation) -> Why:
+    if s.due and s.aside:
+        return _due(s, "")
     return Why(
         now=_why_again(s),
         next=_due(s, "").next if s.due else _handed_over_then(s),

@@ -9,7 +9,7 @@ from typing import Any
 from django.db import connections, transaction
 from django.db.models import Exists, F, OuterRef
 
-from dedupjobs import clock, lifecycle, runner
+from dedupjobs import asides, clock, controls, lifecycle, runner
 from dedupjobs.clock import DbNow
 from dedupjobs.dispatch import Delivery
 from dedupjobs.models import WAITING, AttemptOutcome, Status
@@ -26,6 +26,8 @@ def run_pending(*, name: str | None = None, retries: bool = False) -> int:
     Also inside a test's transaction. Jobs that these jobs enqueue run too; retries run once
     their backoff is over, or at once with ``retries``. ``name``: only jobs registered under it.
     """
+    controls.current(at_most=0.0)
+    asides.Sweep().do(rooms=True, most=ROUNDS)
     for ran in range(ROUNDS):
         row = _first_due(name) or (_first_retry(name) if retries else None)
         if row is None:
@@ -36,6 +38,7 @@ def run_pending(*, name: str | None = None, retries: bool = False) -> int:
 
 def _first_due(name: str | None) -> tuple[int, int] | None:
     due = _named(lifecycle.jobs().filter(status__in=WAITING, run_after__lte=DbNow()), name)
+    due = due.exclude(dispatched_at=lifecycle.BEYOND)  # it would be refused again
     return due.order_by("run_after", "pk").values_list("pk", "generation").first()  # type: ignore[no-any-return]
 
 

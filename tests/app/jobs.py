@@ -212,6 +212,11 @@ def wait(*, tag: str, release: str, checks: bool = False) -> str:
     return "released"
 
 
+@job(key="wait briefly:{tag}", unique_for=FOREVER, lease=2, timeout=2, max_attempts=1)
+def wait_briefly(*, tag: str, release: str) -> None:
+    wait.func(tag=tag, release=release)
+
+
 @job(key="slow:{tag}", unique_for=FOREVER, lease=60, timeout=60, backoff=0.1)
 def wait_with_long_lease(*, tag: str, release: str) -> None:
     wait.func(tag=tag, release=release)
@@ -220,6 +225,34 @@ def wait_with_long_lease(*, tag: str, release: str) -> None:
 @job(key="careful:{tag}", unique_for=FOREVER, lease=2, on_lost="hold")
 def wait_carefully(*, tag: str, release: str) -> None:
     wait.func(tag=tag, release=release)
+
+
+@job(key="pair:{tag}", unique_for=FOREVER, lease=2, timeout=60, concurrency=2)
+def run_two_at_a_time(*, tag: str, release: str = "") -> None:
+    note(tag, f"begin {current_attempt().number} {os.getpid()}")
+    while release and not Path(release).exists():
+        time.sleep(0.02)
+
+
+@job(key="pair for a moment:{tag}", unique_for=FOREVER, lease=2, max_lost=50, concurrency=2)
+def run_two_for_a_moment(*, tag: str) -> None:
+    time.sleep(0.3)
+
+
+@job(
+    key="tenants:{tag}",
+    unique_for=FOREVER,
+    lease=2,
+    timeout=60,
+    concurrency=("tenant:{tenant}", 1),
+)
+def run_one_per_tenant(*, tag: str, tenant: int, release: str = "") -> None:
+    run_two_at_a_time.func(tag=tag, release=release)
+
+
+@job(key="grouped:{tag}", unique_for=FOREVER, concurrency="tenant:{tenant}")
+def run_in_group(*, tag: str, tenant: int) -> None:
+    note(tag)
 
 
 # MySQL's SLEEP() would notice that its client is gone; other queries do not.

@@ -27,6 +27,7 @@ INSIDE_A_CLAIM = ("claim.row_won", "claim.uncommitted")  # which PostgreSQL make
 
 UNCALLED = {
     "begin.before": "batches begin so; tests/test_batch_kills.py kills them there",
+    "set_aside.before": "nothing is paused here; tests/test_controls.py ends a worker there",
     "bulk.page": "a person starts it; tests/test_admin_bulk.py kills it there",
 }
 

@@ -517,13 +517,13 @@ ALL = [
         (
             (
                 "coordinator.py",
-                "    last = 0\n    while True:\n",
-                "    last = globals().setdefault('_last', 0)\n    while True:\n",
+                "    last, full = 0, True\n    while full:\n",
+                "    last, full = globals().setdefault('_last', 0), True\n    while full:\n",
             ),
             (
                 "coordinator.py",
-                "        last = rows[-1].pk\n",
-                "        last = globals()['_last'] = rows[-1].pk\n",
+                "        last = rows[-1][1] if rows else last\n",
+                "        last = globals()['_last'] = rows[-1][1] if rows else last\n",
             ),
         ),
     ),
@@ -607,5 +607,43 @@ ALL = [
     Mutant(
         "an operator's retry forgets the waiting rerun",
         ((OPERATORS, '.exclude(args="").filter(rerun_args=None),', '.exclude(args=""),'),),
+    ),
+    # ---- live controls
+    Mutant(
+        "a limit is never reached",
+        (("controls.py", "return (self.most or 0) - int(self._open().count())", "return 1"),),
+        test="test_controls.py::test_job_has_no_more_open_attempts_than_its_limit",
+    ),
+    Mutant(
+        "a row that found no room does not look again",
+        (("asides.py", "and controls.refusal_of(row) is None:", "and False:"),),
+        test="test_controls.py::test_room_that_is_freed_while_a_row_is_set_aside_is_not_missed",
+    ),
+    Mutant(
+        "a row is set aside although it was handed over again meanwhile",
+        (
+            (
+                "lifecycle/sending.py",
+                "generation=generation, status__in=WAITING, dispatch_id=sent_as)",
+                "generation=generation, status__in=WAITING)",
+            ),
+        ),
+        test="test_controls.py::test_row_that_is_handed_over_meanwhile_is_not_set_aside",
+    ),
+    Mutant(
+        "an ending wakes nobody",
+        (("runner.py", "    _let_next_in(claim)\n", ""),),
+        test="test_controls.py::test_jobs_of_a_limit_all_run_with_nobody_but_workers_to_wake_them",
+    ),
+    Mutant(
+        "a sweep comes to the first groups only",
+        (
+            (
+                "asides.py",
+                "self._after = marks[-1] if len(marks) == MOST_MARKS else lifecycle.ROOM_MARKS",
+                "self._after = lifecycle.ROOM_MARKS",
+            ),
+        ),
+        test="test_controls.py::test_sweep_comes_to_every_group_however_many_wait",
     ),
 ]
