@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from threading import current_thread, main_thread
 from typing import Any, TypeVar
@@ -106,11 +106,16 @@ class Resident(Host):
     """A process that runs one message after the other, as RQ's SimpleWorker does."""
 
     pays_when_idle: bool = True
-    pacemaker: Pacemaker = field(default_factory=lambda: Pacemaker(when_idle=counters.pay))
+    pacemaker: Pacemaker = field(default_factory=lambda: Pacemaker(when_idle=_pay_quietly))
 
     def beating(self, heart: B) -> AbstractContextManager[B]:
         """Keep its lease, or those of its batch, alive while it runs."""
         return self.pacemaker.beating(heart)
+
+
+def _pay_quietly() -> None:
+    with suppress(Exception):  # another thread may just be closing the client
+        counters.pay()
 
 
 host = Host()

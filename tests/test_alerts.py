@@ -257,7 +257,11 @@ def test_runs_as_long_as_their_lease_are_told() -> None:
     with told(RUNS=3):
         Coordinator().tick()
         looks(Watch())
-    assert open_ones("near_lease") == [("near_lease", "testapp.record")]
+        assert open_ones("near_lease") == [("near_lease", "testapp.record")]
+        about = ("--job", "testapp.record", "--by", "siti", "--reason", "slow bank")
+        call_command("dedupjobs_control", "lease", "10m", *about, stdout=io.StringIO())
+        looks(Watch())
+        assert open_ones("near_lease") == [], "the lease that is in force counts"
 
 
 def test_lock_that_was_lost_is_told_from_its_counter() -> None:

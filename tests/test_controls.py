@@ -456,6 +456,29 @@ def test_jobs_with_the_same_template_share_their_groups() -> None:
     assert is_aside(other)
 
 
+def test_run_that_ends_wakes_the_next_row_of_its_group(tmp_path: Path) -> None:
+    release = tmp_path / "release"
+    first = jobs.run_one_per_tenant.enqueue(tag="a", tenant=1, release=str(release))
+    second = jobs.run_one_per_tenant.enqueue(tag="b", tenant=1)
+
+    def run() -> None:
+        try:
+            live.deliver(live.row_of(first))
+        finally:
+            connections.close_all()
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        try:
+            live.begun("a")
+            live.deliver(live.row_of(second))
+            assert is_aside(second)
+        finally:
+            release.touch()
+        running.result(live.PATIENCE)
+    assert not is_aside(second)
+
+
 def test_two_endings_at_once_recall_two_rows() -> None:
     claims = [begin(jobs.run_two_at_a_time.enqueue(tag=tag)) for tag in "ab"]
     waiting = [jobs.run_two_at_a_time.enqueue(tag=tag) for tag in "cd"]
@@ -484,11 +507,13 @@ def test_sweep_comes_to_every_group_however_many_wait(monkeypatch: pytest.Monkey
     waiting = [jobs.run_one_per_tenant.enqueue(tag=f"b{n}", tenant=n) for n in range(5)]
     for outcome in waiting:
         live.deliver(live.row_of(outcome))
-    for claim in claims:
-        assert lifecycle.complete(claim, "null", unique_for=None)
+    marks = lifecycle.marks(most=10)
+    by_mark = {live.row_of(outcome).dispatch_id: n for n, outcome in enumerate(waiting)}
+    last = by_mark[marks[-1]]  # all groups before it stay full
+    assert lifecycle.complete(claims[last], "null", unique_for=None)
     sweep = asides.Sweep()
-    assert sum(sweep.do(rooms=True, most=10) for _ in range(4)) == 5
-    assert not any(is_aside(outcome) for outcome in waiting)
+    assert sum(sweep.do(rooms=True, most=10) for _ in range(4)) == 1
+    assert [is_aside(outcome) for outcome in waiting].index(False) == last
 
 
 @pytest.mark.parametrize("ending", ["fail", "lost", "interrupted"])

@@ -67,23 +67,20 @@ def test_every_test_that_a_page_names_is_there(page: str, least: int) -> None:
 
 
 RUNBOOK = (DOCS / "runbook.md").read_text()
-HAS_CONTROLS = "dedupjobs_control" in get_commands()
 SHOWN = sorted(set(re.findall(r"^\$ manage\.py (.+)$", RUNBOOK, re.MULTILINE)))
 
 
 @pytest.mark.parametrize("shown", SHOWN)
 def test_runbook_shows_commands_that_exist_with_options_that_they_take(shown: str) -> None:
     name, *arguments = shlex.split(shown)
-    if name == "dedupjobs_control" and not HAS_CONTROLS:
-        return
     parser = load_command_class("dedupjobs", name).create_parser("manage.py", name)
     assert parser.parse_args(arguments)
 
 
 def test_runbook_names_commands_and_screens_that_exist() -> None:
-    named = set(re.findall(r"\bdedupjobs_[a-z]+\b", RUNBOOK)) - {"dedupjobs_control"}
+    named = set(re.findall(r"\bdedupjobs_[a-z]+\b", RUNBOOK))
     assert named <= set(get_commands())
-    for path in set(re.findall(r"`(/admin/[^`?]*)", RUNBOOK)) - {"/admin/dedupjobs/control/"}:
+    for path in set(re.findall(r"`(/admin/[^`?]*)", RUNBOOK)):
         assert resolve(path).func, path
 
 

@@ -22,13 +22,13 @@ from django.db.models import Min
 from dedupjobs import (
     clock,
     conf,
+    controls,
     counters,
     criteria,
     dispatch,
     lifecycle,
     load,
     pressure,
-    registry,
     summaries,
 )
 from dedupjobs.alerts import book
@@ -200,7 +200,7 @@ def _job(name: str, totals: Totals, duplicates: Mapping[str, int]) -> Job:
         timed_out=totals.numbers["timed_out"],
         lost=totals.numbers["lost"],
         p99=summaries.percentile(totals.runs, 0.99) if often else None,
-        lease=registry.options_of(name).lease,
+        lease=controls.current().options_of(name).lease,
         duplicates=duplicates,
     )
 

@@ -633,7 +633,7 @@ ALL = [
     Mutant(
         "an ending wakes nobody",
         (("runner.py", "    _let_next_in(claim)\n", ""),),
-        test="test_controls.py::test_jobs_of_a_limit_all_run_with_nobody_but_workers_to_wake_them",
+        test="test_controls.py::test_run_that_ends_wakes_the_next_row_of_its_group",
     ),
     Mutant(
         "a sweep comes to the first groups only",
