@@ -176,7 +176,8 @@ def test_horse_killed_in_a_group_interrupts_the_innocent_uncounted(
     until(lambda: all_done(rows), live.PATIENCE, what="all are done")
     found = Counter(tuple(one) for one in outcomes(rows))
     assert found[(LOST, SUCCEEDED)] == 1
-    assert found[(LOST, SUCCEEDED)] + found[(INTERRUPTED, SUCCEEDED)] + found[(SUCCEEDED,)] == 5
+    unmarked = found[(INTERRUPTED, SUCCEEDED)] + found[(SUCCEEDED,)]
+    assert unmarked == 4, found
 
 
 @with_server
@@ -235,4 +236,4 @@ def test_single_messages_of_short_jobs_are_taken_together(spawn: Spawn) -> None:
     assert outcomes(rows) == [[SUCCEEDED]] * 60
     owners = {a.owner.partition(".")[0] for a in JobAttempt.objects.all()}
     assert len(owners) < 30
-    assert live.eternal_keys() == []
+    until(lambda: not live.eternal_keys(), live.PATIENCE, what="RQ's books are closed")
