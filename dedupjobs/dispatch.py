@@ -50,6 +50,7 @@ class Delivery:
     dispatch_id: str
     name: str
     rows: tuple[tuple[int, int], ...]
+    again: bool = False  # its row was tried before: no worker may run it together with others
 
     @classmethod
     def of(cls, row: ProcessedJob, dispatch_id: str | None) -> Delivery:
@@ -64,6 +65,7 @@ class Delivery:
             dispatch_id=dispatch_id or "",
             name=rows[0].name,
             rows=tuple((row.pk, row.generation) for row in rows),
+            again=any(row.attempts >= row.generation for row in rows),
         )
 
     @property
@@ -161,7 +163,7 @@ def _enqueue(queue: str, batch: list[Delivery]) -> None:
             ttl=QUEUED_TTL,
             result_ttl=MESSAGE_TTL,
             failure_ttl=FAILURE_TTL,
-            description=f"{delivery.name}{_count(len(delivery.rows))}",
+            description=f"{delivery.name}{_count(delivery)}",
         )
         job.enqueued_at = clock.utcnow()
         job.save(pipeline=pipe)
@@ -170,8 +172,11 @@ def _enqueue(queue: str, batch: list[Delivery]) -> None:
     pipe.execute()
 
 
-def _count(rows: int) -> str:
-    return ONE_ROW if rows == 1 else f" ({rows} rows)"
+def _count(delivery: Delivery) -> str:
+    rows = len(delivery.rows)
+    if rows > 1:
+        return f" ({rows} rows)"
+    return " (1 row, again)" if delivery.again else ONE_ROW
 
 
 def rq_timeout(delivery: Delivery) -> int:

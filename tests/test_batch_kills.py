@@ -176,23 +176,25 @@ def test_horse_killed_in_a_group_interrupts_the_innocent_uncounted(
     until(lambda: all_done(rows), live.PATIENCE, what="all are done")
     found = Counter(tuple(one) for one in outcomes(rows))
     assert found[(LOST, SUCCEEDED)] == 1
-    assert found[(LOST, SUCCEEDED)] + found[(INTERRUPTED, SUCCEEDED)] + found[(SUCCEEDED,)] == 5
+    unmarked = found[(INTERRUPTED, SUCCEEDED)] + found[(SUCCEEDED,)]
+    assert unmarked == 4, found
 
 
 @with_server
 def test_horse_killed_in_an_atomic_batch_has_each_effect_once(spawn: Spawn, tmp_path: Path) -> None:
     live.start_worker(spawn)
     rows = sent(jobs.wait_atomically, 5, tmp_path)
-    victim = JobAttempt.objects.filter(job_id=rows[1].pk, began_at__isnull=False)
-    pid = until(lambda: victim.values_list("pid", flat=True).first(), live.PATIENCE)
+    until((tmp_path / "release 1.begun").exists, live.PATIENCE, what="the second one runs")
+    pid = JobAttempt.objects.get(job_id=rows[1].pk).pid
     assert pid is not None
     live.kill(pid)
     (tmp_path / "release 1").touch()
     until(lambda: all_done(rows), live.PATIENCE, what="all are done")
     assert effects() == Counter({f"{n}": 1 for n in range(5)})
     assert outcomes(rows)[1] == [LOST, SUCCEEDED]
-    assert all(one in ([SUCCEEDED], [INTERRUPTED, SUCCEEDED], [RETURNED, SUCCEEDED])
-               for one in outcomes(rows)[:1] + outcomes(rows)[2:])  # fmt: skip
+    innocent = [tuple(one) for n, one in enumerate(outcomes(rows)) if n != 1]
+    unmarked = {(SUCCEEDED,), (INTERRUPTED, SUCCEEDED), (RETURNED, SUCCEEDED)}
+    assert set(innocent) <= unmarked, innocent
 
 
 @pytest.mark.large
@@ -234,4 +236,4 @@ def test_single_messages_of_short_jobs_are_taken_together(spawn: Spawn) -> None:
     assert outcomes(rows) == [[SUCCEEDED]] * 60
     owners = {a.owner.partition(".")[0] for a in JobAttempt.objects.all()}
     assert len(owners) < 30
-    assert live.eternal_keys() == []
+    until(lambda: not live.eternal_keys(), live.PATIENCE, what="RQ's books are closed")

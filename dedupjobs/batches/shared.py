@@ -83,6 +83,7 @@ class Shared:
             ran = self._call(member, attempt)
             end_span(span, ran.ending, None)
         ran.seconds = clock.monotonic() - begun
+        self._course.leave(member)
         (self._returned if isinstance(ran.ending, Succeeded) else self._others).append(ran)
         if _breaks(ran.ending):
             raise _BreakError
