@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import pytest
 import redis
@@ -14,7 +15,9 @@ from django.utils import translation
 
 from dedupjobs import cache, controls, counters, invalidation, load
 from dedupjobs.lifecycle import together
+from tests import sessions
 from tests.processes import Spawned
+from tests.waiting import until
 
 # What asks no database, brings its own, or asks for nothing that one has and another has not,
 # runs once, with the first of them.
@@ -45,6 +48,15 @@ def _empty_redis() -> None:
     counters.forget_owed()
     controls.forget()
     load.forget()
+
+
+@pytest.fixture(scope="session")
+def django_db_setup(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]:
+    """Drop no database that a thread still has a connection to: those that idle give them up."""
+    yield
+    if connection.vendor != "sqlite":
+        with django_db_blocker.unblock():
+            until(lambda: not sessions.others(), 30, every=0.2, what="nobody uses the database")
 
 
 @pytest.fixture(autouse=True)
