@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import islice
@@ -91,32 +92,49 @@ def enqueue_many(calls: Sequence[Call], *, options: Options, holds: bool) -> lis
     that has to change a row costs statements of its own.
     """
     firsts = {call.key_hash: call for call in reversed(calls)}
-    made: dict[str, ProcessedJob] = {}
-    there: dict[str, Any] = {}
-    lost: set[str] = set()
-    for chunk in _chunks(sorted(firsts)):
-        known = {row.key_hash: row for row in _rows(key_hash__in=chunk)}
-        missing = [k for k in chunk if k not in known]
-        made |= _insert_many([firsts[k] for k in missing], options)
-        raced = [k for k in missing if k not in made]
-        lost |= set(raced)
-        there |= known | {row.key_hash: row for row in (_rows(key_hash__in=raced) if raced else ())}
+    made, there = _poured(calls, firsts, options)
     answers: dict[int, Answer] = {}
     for i in sorted(range(len(calls)), key=lambda i: calls[i].key_hash):
         call = calls[i]
         if firsts[call.key_hash] is call and call.key_hash in made:
             answers[i] = _new(made[call.key_hash])
             continue
-        row = there.get(call.key_hash)
+        row = there.rows.get(call.key_hash)
         kind = _held_as(row, options, holds) if row is not None else None
         if kind is None or (kind is Kind.DUPLICATE and options.newest_wins):
-            there.pop(call.key_hash, None)  # the row changes: later calls read it again
+            there.rows.pop(call.key_hash, None)  # the row changes: later calls read it again
             answers[i] = enqueue(call, options=options, holds=holds)
         else:
             answers[i] = _turned_away(kind, row, call)
-        if call.key_hash in lost and firsts[call.key_hash] is call:
+        if call.key_hash in there.lost and firsts[call.key_hash] is call:
             answers[i] = replace(answers[i], conflicted=True)
     return [answers[i] for i in range(len(calls))]
+
+
+def _poured(
+    calls: Sequence[Call], firsts: dict[str, Call], options: Options
+) -> tuple[dict[str, ProcessedJob], _There]:
+    """Insert the first call of each key that has no row; return those made, and those met."""
+    times = Counter(call.key_hash for call in calls)
+    made: dict[str, ProcessedJob] = {}
+    there = _There()
+    for chunk in _chunks(sorted(firsts)):
+        known = {row.key_hash: row for row in _rows(key_hash__in=chunk)}
+        missing = [k for k in chunk if k not in known]
+        made |= _insert_many([firsts[k] for k in missing], options)
+        there.lost |= set(missing) - made.keys()
+        unread = [k for k in missing if k in there.lost or times[k] > 1]
+        found = {row.key_hash: row for row in _rows(key_hash__in=unread)} if unread else {}
+        there.rows |= known | found
+    return made, there
+
+
+@dataclass(slots=True)
+class _There:
+    """The rows that calls of a batch meet, by key hash; ``lost``: keys that others made first."""
+
+    rows: dict[str, Any] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
 
 
 def _new(row: ProcessedJob) -> Answer:
