@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Generator
@@ -23,6 +24,8 @@ from tests.servers import HOST, MariaDB, PostgreSQL, Valkey
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, None, None]:
     """Start what the environment does not already name; stop it when this pytest ends."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
+        # A shell script's background job ignores Ctrl-C, and so would all that the suite starts.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         servers = ExitStack()
         early_config.add_cleanup(servers.close)
         _start(servers)

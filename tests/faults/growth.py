@@ -26,6 +26,7 @@ from tests.processes import Spawned
 from tests.waiting import until
 
 SHORT_LIVED = 120  # seconds
+SETTLED = 8.0  # seconds after which a coordinator has done each of its duties once
 PAGE = 100  # jobs that are enqueued at once
 SAMPLES = 20
 MAY_GROW = 3_000_000  # bytes of memory from the first fifth to the end: an allocator's noise
@@ -90,8 +91,10 @@ def run(worker: str, jobs: int, database: str) -> list[Sample]:
 def _samples(actors: list[Spawned], jobs: int) -> list[Sample]:
     from tests.faults.app import jobs as specimens
 
-    samples = []
+    samples: list[Sample] = []
     every = max(jobs // SAMPLES, 1)
+    specimens.silent.enqueue_many([{"tag": f"first.{n}"} for n in range(PAGE)])
+    until(lambda: _all_done() and _youngest(actors) > SETTLED, 300, every=0.2, what="all is up")
     for start in range(0, jobs, PAGE):
         calls = [{"tag": f"growth.{start + n}"} for n in range(PAGE)]
         specimens.silent.enqueue_many(calls)
@@ -100,6 +103,13 @@ def _samples(actors: list[Spawned], jobs: int) -> list[Sample]:
             samples.append(_sample(actors, start + PAGE))
             print(json.dumps(asdict(samples[-1])), flush=True)
     return samples
+
+
+def _youngest(actors: list[Spawned]) -> float:
+    """Return the age, in seconds, of the newest process that has not just been forked for a job."""
+    found = [psutil.Process(actor.pid) for actor in actors]
+    found += [child for one in found for child in one.children()]
+    return time.time() - max(one.create_time() for one in found)
 
 
 def _all_done() -> bool:
