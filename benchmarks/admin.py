@@ -69,12 +69,12 @@ ATTEMPTS = """
 INSERT INTO dedupjobs_jobattempt (
     job_id, number, generation, owner, lease_until, beat_at, began_at, progress, outcome,
     late_ending, host, pid, rq_id, error_class, error_message, traceback, reason, queue_delay,
-    run_time, claimed_at, ended_at)
+    run_time, claimed_at, group_hash, ended_at)
 SELECT
     id, number, 1, md5(id::text || '-' || number), enqueued_at + interval '1 minute', enqueued_at,
     enqueued_at, '', outcome, '', 'worker-' || id %% 10, 1000 + id %% 7, '',
     CASE WHEN outcome = 'FAILED' THEN (ARRAY['builtins.ValueError', 'shop.Declined', 'builtins.OSError'])[1 + id %% 3] ELSE '' END,
-    '', '', '', (id %% 997) / 100.0, (id %% 1009) / 500.0, enqueued_at,
+    '', '', '', (id %% 997) / 100.0, (id %% 1009) / 500.0, enqueued_at, '',
     CASE WHEN outcome IS NOT NULL THEN enqueued_at + interval '2 seconds' END
 FROM (
     SELECT id, number, enqueued_at,

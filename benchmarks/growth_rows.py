@@ -24,10 +24,10 @@ ATTEMPTS = """
 INSERT INTO dedupjobs_jobattempt (
     job_id, number, generation, owner, lease_until, beat_at, began_at, progress, outcome,
     late_ending, host, pid, rq_id, error_class, error_message, traceback, reason, queue_delay,
-    run_time, claimed_at, ended_at)
+    run_time, claimed_at, group_hash, ended_at)
 SELECT
     id, 1, 1, md5(id::text), started_at + interval '1 second', started_at, started_at, '',
-    {outcome}, '', 'worker', 1, dispatch_id, '', '', '', '', 0.1, 0.1, started_at, finished_at
+    {outcome}, '', 'worker', 1, dispatch_id, '', '', '', '', 0.1, 0.1, started_at, '', finished_at
 FROM dedupjobs_processedjob WHERE id > {before} AND attempts = 1
 """
 

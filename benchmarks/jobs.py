@@ -55,7 +55,7 @@ def grouped(number: int) -> None:
     stamps.mark()
 
 
-@job(key="atomic:{number}", unique_for=FOREVER, atomic=True)
+@job(key="atomic:{number}", unique_for=FOREVER, atomic=True, timeout=15)
 def atomic(number: int) -> None:
     stamps.mark()
 

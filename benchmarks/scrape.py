@@ -23,21 +23,22 @@ AT_WORK = 200
 JOBS = """
 INSERT INTO dedupjobs_processedjob (
     key_hash, key, scope, name, queue, status, version, generation, attempts, failures,
-    lost_count, args, fingerprint, run_after, cancel_requested, hold_requested, error, duplicates,
-    traceparent, created_at, enqueued_at, dispatched_at, dispatch_id)
+    lost_count, args, fingerprint, run_after, cancel_requested, hold_requested, error, error_class,
+    duplicates, traceparent, created_at, enqueued_at, dispatched_at, dispatch_id)
 SELECT md5(n::text) || md5('x' || n), 'noop:' || n, '', 'benchmarks.deduplicated', 'default',
     CASE WHEN n <= %(done)s THEN 'SUCCEEDED' WHEN n <= %(rows)s - %(work)s THEN 'PENDING'
          ELSE 'RUNNING' END,
     2, 1, CASE WHEN n <= %(done)s THEN 1 ELSE 0 END, 0, 0, '{}', '', now() - interval '1 minute',
-    false, false, '', 0, '', now(), now(), now(), md5(n::text)
+    false, false, '', '', 0, '', now(), now(), now(), md5(n::text)
 FROM generate_series(1, %(rows)s) AS n
 """
 ATTEMPTS = """
 INSERT INTO dedupjobs_jobattempt (
     job_id, number, generation, owner, lease_until, beat_at, outcome, progress, late_ending, host,
-    rq_id, error_class, error_message, traceback, reason, claimed_at)
+    rq_id, error_class, error_message, traceback, reason, group_hash, claimed_at)
 SELECT id, 1, 1, md5(id::text), now() + interval '1 day', now(),
-    CASE WHEN status = 'SUCCEEDED' THEN 'SUCCEEDED' END, '', '', 'here', '', '', '', '', '', now()
+    CASE WHEN status = 'SUCCEEDED' THEN 'SUCCEEDED' END,
+    '', '', 'here', '', '', '', '', '', '', now()
 FROM dedupjobs_processedjob WHERE status <> 'PENDING'
 """
 

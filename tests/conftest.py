@@ -57,6 +57,7 @@ def django_db_setup(django_db_setup: None, django_db_blocker: Any) -> Iterator[N
     if connection.vendor != "sqlite":
         with django_db_blocker.unblock():
             until(lambda: not sessions.others(), 30, every=0.2, what="nobody uses the database")
+            sessions.let_nobody_in()
 
 
 @pytest.fixture(autouse=True)

@@ -98,3 +98,20 @@ def until_one_waits() -> None:
     # InnoDB answers from a cache that it renews once nobody has asked for 100 ms, and another
     # process of the suite may be asking, too: at another pace.
     until(waiting, 30, every=0.15 + 0.2 * WORKER_NUMBER, what="a session waits for a lock")
+
+
+def let_nobody_in() -> None:
+    """Keep a thread of an earlier test from connecting once more to what is about to be dropped."""
+    if connection.vendor != "postgresql":
+        return  # the others drop what is in use
+    name = connection.settings_dict["NAME"]
+    connection.close()
+    with connection._nodb_cursor() as cursor:
+        cursor.execute(f"ALTER DATABASE {connection.ops.quote_name(name)} ALLOW_CONNECTIONS false")
+
+        def gone() -> bool:
+            asked = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s"
+            cursor.execute(asked, [name])
+            return not cursor.fetchall()
+
+        until(gone, 10, what="nobody is connected")
