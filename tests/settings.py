@@ -112,6 +112,8 @@ RQ_URL = f"{REDIS}/{2 * WORKER_NUMBER}"
 CACHE_URL = f"{REDIS}/{2 * WORKER_NUMBER + 1}"
 
 RQ_QUEUES = {name: {"URL": RQ_URL} for name in ("default", "high", "low")}
+# Django 6.1 wants it named; those before it do not know the setting.
+MAILERS = {"default": {"BACKEND": "django.core.mail.backends.smtp.EmailBackend"}}
 RQ = {"WORKER_CLASS": ENV("DEDUPJOBS_TEST_WORKER", "dedupjobs.worker.DedupWorker")}
 RQ_EXCEPTION_HANDLERS = json.loads(ENV("DEDUPJOBS_TEST_HANDLERS", "[]"))
 CACHES = {"default": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": CACHE_URL}}
