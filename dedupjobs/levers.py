@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from django.db import IntegrityError, connections, transaction
+from django.db.models import Q
 from django.utils.translation import gettext as _
 
 from dedupjobs import (
@@ -214,8 +215,10 @@ def _refuse_contradictions(wish: Wish) -> None:
         raise ControlError(words % {**facts, "reason": line(there.reason, 200)})
     opposite = {ControlKind.PAUSE: ControlKind.DRAIN, ControlKind.DRAIN: ControlKind.PAUSE}
     other = opposite.get(ControlKind(wish.kind))
-    place = {"kind": other, "aim": wish.aim, "target": _target(wish), "place__isnull": False}
-    if other and (found := controls.table().filter(**place).first()):
+    same = Q(aim=wish.aim, target=_target(wish)) | Q(aim=Aim.ALL)
+    in_reach = Q() if wish.aim == Aim.ALL else same
+    others = controls.table().filter(in_reach, kind=other, place__isnull=False)
+    if other and (found := others.first()):
         words = _(
             "Control %(pk)s (%(what)s) contradicts it: a drain is over once all that waits has "
             "run, and a pause lets nothing run. End that one first."

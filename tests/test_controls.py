@@ -959,6 +959,17 @@ def test_drain_contradicts_a_pause() -> None:
         put(DRAIN, queue="default")
 
 
+def test_drain_of_everything_and_a_pause_of_anything_contradict_each_other() -> None:
+    everything = put(DRAIN, all="")
+    with pytest.raises(ControlError, match="a pause lets nothing run"):
+        put(PAUSE, job="testapp.record")
+    end(everything)
+    put(PAUSE, queue="default")
+    with pytest.raises(ControlError, match="a pause lets nothing run"):
+        put(DRAIN, all="")
+    put(DRAIN, queue="low")  # which no pause is about
+
+
 def test_of_two_equal_controls_at_once_one_is_refused() -> None:
     ready = threading.Barrier(2)
 
