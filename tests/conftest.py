@@ -13,7 +13,7 @@ from django.conf import settings
 from django.db import connection
 from django.utils import translation
 
-from dedupjobs import cache, controls, counters, invalidation, load
+from dedupjobs import cache, controls, counters, invalidation, load, stats
 from dedupjobs.lifecycle import together
 from tests import sessions
 from tests.processes import Spawned
@@ -46,6 +46,7 @@ def _empty_redis() -> None:
             client.flushdb()
     cache.forget_clients()
     counters.forget_owed()
+    stats._forget_owed()
     controls.forget()
     load.forget()
 
