@@ -261,9 +261,11 @@ def test_row_that_ran_with_its_mark_loses_it() -> None:
 
 
 def test_own_jobs_run_in_a_paused_queue_so_that_people_can_clean_up() -> None:
-    put(PAUSE, queue="default")
-    put(DRAIN, all="")
+    pause = put(PAUSE, queue="default")
     assert controls.current().pause("dedupjobs.bulk", "default") is None
+    end(pause)
+    put(DRAIN, all="")
+    assert controls.current().rules
     call = jobs.record.call_of({"tag": "a", "text": ""}, unkeyed="")
     assert controls.known().ingress(call) is not None
     assert controls.known().ingress(_named(call, "dedupjobs.bulk")) is None
