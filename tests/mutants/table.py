@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SEEDS = 1_000
+SEEDS = 3_000
 
 Change = tuple[str, str, str]  # file below dedupjobs/, what stands there once, what shall
 
