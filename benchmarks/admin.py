@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import report, servers
+from benchmarks import filling, report, servers
 from benchmarks.spent import verdict
 
 ROUNDS = 5
@@ -118,48 +118,12 @@ def measure(jobs: str, retried: str) -> dict[str, Any]:
     return figures
 
 
-TABLES = ("dedupjobs_processedjob", "dedupjobs_jobattempt")
-
-# What slows the filling down, and how it is made again: constraints, then the other indexes.
-EXTRAS = """
-SELECT format('ALTER TABLE %%s DROP CONSTRAINT %%I', conrelid::regclass, conname),
-       format('ALTER TABLE %%s ADD CONSTRAINT %%I %%s', conrelid::regclass, conname,
-              pg_get_constraintdef(oid))
-FROM pg_constraint WHERE conrelid::regclass::text = ANY (%(tables)s) AND contype IN ('f', 'u')
-UNION ALL
-SELECT format('DROP INDEX %%I', indexname), indexdef
-FROM pg_indexes WHERE tablename = ANY (%(tables)s) AND indexname NOT LIKE '%%pkey'
-    AND indexname NOT IN (SELECT conname FROM pg_constraint)
-"""
-
-
 def _fill(jobs: int) -> dict[str, float]:
-    from django.db import connection  # noqa: PLC0415
-
-    begun = time.perf_counter()
-    with connection.cursor() as cursor:
-        cursor.execute(EXTRAS, {"tables": list(TABLES)})
-        extras = cursor.fetchall()
-        for drop, _ in extras:
-            cursor.execute(drop)
+    with filling.bare() as (cursor, figures):
         cursor.execute(JOBS, {"rows": jobs, "days": DAYS, "dead": DEAD_SHARE})
         cursor.execute(ATTEMPTS, {})
-        _say(f"filled in {time.perf_counter() - begun:.0f} s")
-        cursor.execute("SET maintenance_work_mem = '512MB'")
-        for _, make in sorted(extras, key=lambda extra: "FOREIGN" in extra[1]):
-            cursor.execute(make)
-        _say(f"indexed after {time.perf_counter() - begun:.0f} s")
-        cursor.execute("VACUUM ANALYZE")
-        cursor.execute("SELECT count(*) FROM dedupjobs_jobattempt")
-        attempts = cursor.fetchone()[0]
-        cursor.execute("SELECT pg_database_size(current_database())")
-        size = cursor.fetchone()[0]
-    return {
-        "jobs": jobs,
-        "attempts": attempts,
-        "gigabytes": size / 1e9,
-        "seconds": time.perf_counter() - begun,
-    }
+        _say("filled; making the indexes")
+    return figures
 
 
 def _say(words: str) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-TABLES = ("dedupjobs_processedjob", "dedupjobs_jobattempt")
+from benchmarks import filling
 
 JOBS = """
 INSERT INTO dedupjobs_processedjob (
@@ -65,29 +64,10 @@ DEFAULTS = {
     "outcome": "'SUCCEEDED'",
 }
 
-# What slows the filling down, and how it is made again: constraints, then the other indexes.
-EXTRAS = """
-SELECT format('ALTER TABLE %%s DROP CONSTRAINT %%I', conrelid::regclass, conname),
-       format('ALTER TABLE %%s ADD CONSTRAINT %%I %%s', conrelid::regclass, conname,
-              pg_get_constraintdef(oid))
-FROM pg_constraint WHERE conrelid::regclass::text = ANY (%(tables)s) AND contype IN ('f', 'u')
-UNION ALL
-SELECT format('DROP INDEX %%I', indexname), indexdef
-FROM pg_indexes WHERE tablename = ANY (%(tables)s) AND indexname NOT LIKE '%%pkey'
-    AND indexname NOT IN (SELECT conname FROM pg_constraint)
-"""
-
 
 def fill(wanted: dict[str, int]) -> dict[str, float]:
     """Add that many rows of each kind; return seconds and what the database then holds."""
-    from django.db import connection  # noqa: PLC0415 - after the set-up
-
-    begun = time.perf_counter()
-    with connection.cursor() as cursor:
-        cursor.execute(EXTRAS, {"tables": list(TABLES)})
-        extras = cursor.fetchall()
-        for drop, _ in extras:
-            cursor.execute(drop)
+    with filling.bare() as (cursor, figures):
         cursor.execute("SELECT coalesce(max(id), 0) FROM dedupjobs_processedjob")
         before = cursor.fetchone()[0]
         for kind, count in wanted.items():
@@ -97,19 +77,4 @@ def fill(wanted: dict[str, int]) -> dict[str, float]:
                 cursor.execute(ATTEMPTS.format(**facts, before=before), {})
                 cursor.execute("SELECT max(id) FROM dedupjobs_processedjob")
                 before = cursor.fetchone()[0]
-        cursor.execute("SET maintenance_work_mem = '512MB'")
-        for _, make in sorted(extras, key=lambda extra: "FOREIGN" in extra[1]):
-            cursor.execute(make)
-        cursor.execute("VACUUM ANALYZE")
-        cursor.execute("CHECKPOINT")
-        cursor.execute(
-            "SELECT (SELECT count(*) FROM dedupjobs_processedjob),"
-            " (SELECT count(*) FROM dedupjobs_jobattempt), pg_database_size(current_database())"
-        )
-        jobs, attempts, size = cursor.fetchone()
-    return {
-        "jobs": jobs,
-        "attempts": attempts,
-        "gigabytes": size / 1e9,
-        "seconds": time.perf_counter() - begun,
-    }
+    return figures

@@ -6,7 +6,6 @@ The DEDUPJOBS setting, typed. Seconds are floats (a timedelta does too), sizes a
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -105,9 +104,7 @@ def problems() -> Iterator[str]:
     known = {f.name: f for f in fields(Settings)}
     for name, value in given.items():
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1, 0.5)
-            hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}."
-            yield f"DEDUPJOBS[{name!r}] is not a setting. {hint}"
+            yield f"DEDUPJOBS[{name!r}] is not a setting. {thresholds.hint(name, known)}"
         elif name in _NESTED:
             yield from thresholds.problems(_NESTED[name], value, f"DEDUPJOBS[{name!r}]")
         elif wrong := _wrong(name, value, str(known[name].type)):

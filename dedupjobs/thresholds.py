@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
@@ -127,6 +127,13 @@ class Thresholds:
     WEBHOOK_TIMEOUT: float = seconds(5.0)  # for one try, as a whole
 
 
+def hint(given: Any, known: Iterable[str]) -> str:
+    """Return what a name that nobody knows may mean, or which names there are."""
+    names = list(known)
+    near = difflib.get_close_matches(str(given), names, 1, 0.5)
+    return f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(names)}."
+
+
 def problems(kind: Any, given: Any, name: str) -> Iterator[str]:
     """Yield a sentence per mistake in a mapping of thresholds that settings call ``name``."""
     if not isinstance(given, Mapping):
@@ -135,9 +142,7 @@ def problems(kind: Any, given: Any, name: str) -> Iterator[str]:
     known = {f.name: f for f in fields(kind)}
     for key, value in given.items():
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, 1, 0.5)
-            hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}."
-            yield f"{name}[{key!r}] is not a threshold. {hint}"
+            yield f"{name}[{key!r}] is not a threshold. {hint(key, known)}"
         elif not known[key].metadata["fits"](value):
             yield f"{name}[{key!r}] = {value!r}: {known[key].metadata['words']}"
 

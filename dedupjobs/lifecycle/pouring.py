@@ -14,11 +14,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from django.db import connections, transaction
-from django.db.models.expressions import Expression
 
 from dedupjobs.clock import DbNow
 from dedupjobs.lifecycle import statements
-from dedupjobs.lifecycle.statements import TO, Slot, Slots, Statement, compiled
+from dedupjobs.lifecycle.statements import (
+    TO,
+    Elsewhere,
+    Slots,
+    Statement,
+    UntypedSlot,
+    compiled,
+)
 from dedupjobs.models import ProcessedJob
 
 OWN = ("key_hash", "key", "scope", "args", "fingerprint", "dispatch_id")  # texts of each row
@@ -44,7 +50,7 @@ def insert_many(alias: str, rows: Sequence[Values], *, returning: tuple[str, ...
 
     def build(connection: Any) -> Statement:
         given = statements.with_slots(ProcessedJob, TO, columns)
-        given |= {name: _Given(f"given.{name}") for name in OWN}
+        given |= {name: Elsewhere(f"given.{name}") for name in OWN}
         single = statements.inserting(
             connection, ProcessedJob, given, wanted, ignore_conflicts=True
         )
@@ -61,27 +67,6 @@ def insert_many(alias: str, rows: Sequence[Values], *, returning: tuple[str, ...
     ]
 
 
-class _Given(Expression):
-    """A column of the rows that are given."""
-
-    def __init__(self, sql: str) -> None:
-        super().__init__()
-        self.sql = sql
-
-    def as_sql(self, compiler: Any, connection: Any, **_: Any) -> tuple[str, tuple[Any, ...]]:
-        return self.sql, ()
-
-
-class _Texts(Slot):
-    """A slot for an array of texts."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name, None)
-
-    def bind(self, value: Any, connection: Any) -> Any:
-        return value
-
-
 def _poured(single: Statement) -> Statement:
     insert, found, rest = single.sql.partition(" VALUES (")
     values, closed, tail = rest.rpartition(") ON CONFLICT")
@@ -93,5 +78,5 @@ def _poured(single: Statement) -> Statement:
         f"FROM unnest({arrays}) AS given ({', '.join(OWN)}) "
         f"ON CONFLICT{tail}"
     )
-    texts = tuple(_Texts(f"own.{name}") for name in OWN)
+    texts = tuple(UntypedSlot(f"own.{name}") for name in OWN)
     return Statement(sql, single.params + texts, single.columns, single.converters)

@@ -58,6 +58,28 @@ class MomentSlot(Slot):
         return value.shift(connection.vendor)
 
 
+class UntypedSlot(Slot):
+    """A slot that no column gives its type: the driver takes the value as it is."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, None)
+
+    def bind(self, value: Any, connection: Any) -> Any:
+        """Return ``value``."""
+        return value
+
+
+class Elsewhere(Expression):
+    """SQL that refers to another part of the same statement, where a value would stand."""
+
+    def __init__(self, sql: str, *params: Any) -> None:
+        super().__init__()
+        self.sql, self.params = sql, params
+
+    def as_sql(self, compiler: Any, connection: Any, **_: Any) -> tuple[str, tuple[Any, ...]]:
+        return self.sql, self.params
+
+
 @dataclass(frozen=True, slots=True)
 class Statement:
     """SQL, its parameters (slots among them), and how to read a row of its answer."""

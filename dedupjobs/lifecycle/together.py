@@ -15,13 +15,19 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from django.db import connections, transaction
-from django.db.models.expressions import Expression
 
 from dedupjobs import registry
 from dedupjobs.clock import DbNow
 from dedupjobs.lifecycle import rows, statements
 from dedupjobs.lifecycle.rows import Claim
-from dedupjobs.lifecycle.statements import WHERE, Slot, Slots, Statement, compiled
+from dedupjobs.lifecycle.statements import (
+    WHERE,
+    Elsewhere,
+    Slots,
+    Statement,
+    UntypedSlot,
+    compiled,
+)
 from dedupjobs.models import JobAttempt, ProcessedJob
 from dedupjobs.registry import FOREVER
 
@@ -42,17 +48,6 @@ def serves(alias: str) -> bool:
     if connection.vendor != "postgresql" or connection.in_atomic_block:
         return False
     return allowed and bool(connection.settings_dict["AUTOCOMMIT"])
-
-
-class _Written(Expression):
-    """SQL that refers to what another part of the statement has written."""
-
-    def __init__(self, sql: str, *params: Any) -> None:
-        super().__init__()
-        self.sql, self.params = sql, params
-
-    def as_sql(self, compiler: Any, connection: Any, **_: Any) -> tuple[str, tuple[Any, ...]]:
-        return self.sql, self.params
 
 
 # ---- claim
@@ -95,25 +90,15 @@ def claiming(
         taking = statements.updating(connection, ProcessedJob, found, to, columns)
         given = {
             **statements.with_slots(JobAttempt, "made.", written),
-            "job_id": _Written("taken.id"),
-            "number": _Written("taken.attempts"),
-            "lease_until": _Written(_LEASE, _Text("leases"), _Text("lease")),
-            "queue_delay": _Written(_DELAY),
+            "job_id": Elsewhere("taken.id"),
+            "number": Elsewhere("taken.attempts"),
+            "lease_until": Elsewhere(_LEASE, UntypedSlot("leases"), UntypedSlot("lease")),
+            "queue_delay": Elsewhere(_DELAY),
         }
         making = statements.inserting(connection, JobAttempt, given, MADE)
         return _chained(taking, making)
 
     return compiled(shape, alias, build), slots
-
-
-class _Text(Slot):
-    """A slot that no column gives its type."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name, None)
-
-    def bind(self, value: Any, connection: Any) -> Any:
-        return value
 
 
 def _leases() -> str:
