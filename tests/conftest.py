@@ -13,7 +13,7 @@ from django.conf import settings
 from django.db import connection
 from django.utils import translation
 
-from dedupjobs import cache, controls, counters, invalidation, load, stats
+from dedupjobs import cache, controls, counters, invalidation, load, runner, stats
 from dedupjobs.lifecycle import together
 from tests import sessions
 from tests.processes import Spawned
@@ -49,6 +49,15 @@ def _empty_redis() -> None:
     stats._forget_owed()
     controls.forget()
     load.forget()
+
+
+class Guest(runner.Host):
+    """A process that never settles in: its thread would pay, idle, what a later test counts."""
+
+
+@pytest.fixture(autouse=True)
+def _guest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "host", Guest())
 
 
 @pytest.fixture(scope="session")

@@ -188,10 +188,7 @@ def test_unreachable_lock_is_a_failed_acquisition_which_is_told_once_redis_is_ba
     assert counted("lock_acquire_failed_total") == {("unreachable",): 1}
 
 
-def test_run_that_could_not_reach_its_lock_tells_so_by_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(runner, "host", runner.Host())  # no thread of an earlier test pays
+def test_run_that_could_not_reach_its_lock_tells_so_by_itself() -> None:
     with Valkey() as server, Proxy(server.port) as proxy:
         slow = live.redis_at(f"redis://127.0.0.1:{proxy.port}")
         with live.changed(**slow, DEDUPJOBS={"LOCK_TIMEOUT": 0.1, "PUSH_TIMEOUT": 10}):

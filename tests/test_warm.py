@@ -601,11 +601,10 @@ def test_pacemaker_tells_once_that_no_heart_has_beaten_for_a_while() -> None:
 
 
 @pytest.fixture
-def new_process() -> Iterator[None]:
-    """Let this process have run no message yet, and none when the test has ended."""
-    runner._be_new()
-    yield
-    runner._be_new()
+def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process have run no message yet."""
+    monkeypatch.setattr(runner, "host", runner.Host())
+    monkeypatch.setattr(runner, "_messages", 0)
 
 
 @pytest.mark.usefixtures("transactional_db", "new_process")
