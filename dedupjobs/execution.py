@@ -37,6 +37,7 @@ from dedupjobs.exceptions import (
     Retry,
     ShutdownReached,
     Snooze,
+    StepInDoubt,
     TimeoutReached,
 )
 from dedupjobs.heartbeat import Heart
@@ -137,7 +138,7 @@ def ending_of(  # noqa: C901, PLR0911 - a table
             return Stopped(
                 reason=raised.reason or "cancelled by the job", requested=raised.requested
             )
-        case Hold():
+        case Hold() | StepInDoubt():
             return Parked(reason=str(raised))
         case LeaseLost() if heart.lost.is_set():
             return Lapsed()

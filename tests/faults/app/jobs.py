@@ -32,9 +32,9 @@ OLD_CODE = os.environ.get("FAULTS_CODE") == "old"
 
 
 def identity() -> tuple[int, int]:
-    """Return primary key and generation of the present job, as its idempotency key says."""
-    _, pk, generation = current_attempt().idempotency_key().split("-")
-    return int(pk), int(generation)
+    """Return primary key and generation of the present job."""
+    claim = current_attempt()._claim
+    return claim.job_pk, claim.generation
 
 
 def outside(tag: str, number: int = 0) -> None:

@@ -1,0 +1,114 @@
+"""
+What is written of a step: begun, and how it ended. One statement each, all behind one door.
+
+Each statement locks the attempt that writes and asks that it is open, as an ending does: an
+attempt that was given up for lost writes nothing, and one that holds the lock can not be given
+up before the commit. 0 rows: the attempt has ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from django.db import connections, transaction
+
+from dedupjobs import probes
+from dedupjobs.clock import DbNow
+from dedupjobs.lifecycle.rows import Claim, alias, steps
+from dedupjobs.models import JobStep, StepState
+
+# "outcome IS NULL" is written as COALESCE: see ``together``.
+OPEN = "FROM dedupjobs_jobattempt WHERE id = %(fence)s AND COALESCE(outcome, '') = '' {lock}"
+
+MAKE = """
+INSERT INTO dedupjobs_jobstep
+    (job_id, generation, name, state, attempt, fence, result, error, started_at, ended_at)
+SELECT
+    job_id, generation, %(name)s, %(state)s, number, id, %(result)s, %(error)s, {start}, {end}
+{open}"""
+
+# An older attempt's, or one that this attempt has seen fail; never one that has succeeded.
+TAKE_OVER = """
+UPDATE dedupjobs_jobstep
+SET state = %(state)s, attempt = %(number)s, fence = %(fence)s, result = %(result)s,
+    error = %(error)s, started_at = {start}, ended_at = {end}
+WHERE job_id = %(job)s AND generation = %(generation)s AND name = %(name)s
+    AND fence <= %(fence)s AND state <> 'SUCCEEDED' AND EXISTS (SELECT 1 {open})"""
+
+END = """
+UPDATE dedupjobs_jobstep
+SET state = %(state)s, result = %(result)s, error = %(error)s, ended_at = {end}
+WHERE job_id = %(job)s AND generation = %(generation)s AND name = %(name)s
+    AND fence = %(fence)s AND state = 'STARTED' AND EXISTS (SELECT 1 {open})"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """
+    What is to stand in a step's row. ``result``: JSON. ``took``: seconds since it began.
+
+    Begun and not ended: STARTED, with an ``error`` where it is known why nobody knows more.
+    """
+
+    name: str
+    state: StepState
+    result: str | None = None
+    error: str = ""
+    took: float = 0.0
+
+
+def steps_of(claim: Claim) -> list[JobStep]:
+    """Return what is known of the steps of a claim's generation."""
+    return list(steps().filter(job_id=claim.job_pk, generation=claim.generation))
+
+
+def enter_step(claim: Claim, entry: Entry, *, known: bool) -> bool:
+    """
+    Write that a step has begun, or in one how it ended; False: the attempt has ended.
+
+    ``known``: it has a row, of an attempt before or of one that failed here.
+    """
+    return _write(TAKE_OVER if known else MAKE, claim, entry)
+
+
+def end_step(claim: Claim, entry: Entry) -> bool:
+    """Write how a step that this attempt has begun ended; False: the attempt has ended."""
+    return _write(END, claim, entry)
+
+
+def has_entry(claim: Claim, entry: Entry) -> bool:
+    """Whether this attempt has written this: asked after a COMMIT without a reply."""
+    mine = steps().filter(job_id=claim.job_pk, generation=claim.generation, fence=claim.fence)
+    return mine.filter(name=entry.name, state=entry.state).exists()
+
+
+def _write(sql: str, claim: Claim, entry: Entry) -> bool:
+    connection = connections[alias()]
+    ended = entry.state != StepState.STARTED
+    words: dict[str, Any] = {
+        "job": claim.job_pk,
+        "generation": claim.generation,
+        "number": claim.number,
+        "fence": claim.fence,
+        "name": entry.name,
+        "state": entry.state.value,
+        "result": entry.result,
+        "error": entry.error,
+    }
+    lock = "FOR UPDATE" if connection.features.has_select_for_update else ""
+    filled = sql.format(
+        start=_moment(-entry.took, connection),
+        end=_moment(0, connection) if ended else "NULL",
+        open=OPEN.format(lock=lock),
+    )
+    with transaction.mark_for_rollback_on_error(using=alias()), connection.cursor() as cursor:
+        cursor.execute(filled, words)
+        written: bool = cursor.rowcount == 1
+    probes.reach("step.written")
+    return written
+
+
+def _moment(after: float, connection: Any) -> str:
+    sql, _ = DbNow(after).as_sql(None, connection)
+    return sql
