@@ -500,6 +500,15 @@ def test_stale_attempt_overwrites_nothing_of_a_newer_one() -> None:
     assert (step.state, step.result, step.attempt) == (SUCCEEDED, '"newer"', 2)
 
 
+def test_success_of_a_step_stands_whatever_is_written_after_it() -> None:
+    attempt = claimed(stepped.enqueue(tag="a").job)
+    attempt.step("charge", charge)
+    failure = lifecycle.Entry(name="charge", state=FAILED, error="late")
+    assert not lifecycle.enter_step(attempt._claim, failure, known=True)
+    assert not lifecycle.end_step(attempt._claim, failure)
+    assert states() == {"charge": SUCCEEDED}
+
+
 def test_failure_of_a_stale_attempt_is_not_recorded_and_comes_through() -> None:
     stale = claimed(stepped.enqueue(tag="a").job)
 

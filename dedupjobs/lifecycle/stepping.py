@@ -28,19 +28,19 @@ SELECT
     job_id, generation, %(name)s, %(state)s, number, id, %(result)s, %(error)s, {start}, {end}
 {open}"""
 
-# An older attempt's, or one that this attempt has seen fail; never one that has succeeded.
+# A success stands, whoever asks.
 TAKE_OVER = """
 UPDATE dedupjobs_jobstep
 SET state = %(state)s, attempt = %(number)s, fence = %(fence)s, result = %(result)s,
     error = %(error)s, started_at = {start}, ended_at = {end}
 WHERE job_id = %(job)s AND generation = %(generation)s AND name = %(name)s
-    AND fence <= %(fence)s AND state <> 'SUCCEEDED' AND EXISTS (SELECT 1 {open})"""
+    AND state <> 'SUCCEEDED' AND EXISTS (SELECT 1 {open})"""
 
 END = """
 UPDATE dedupjobs_jobstep
 SET state = %(state)s, result = %(result)s, error = %(error)s, ended_at = {end}
 WHERE job_id = %(job)s AND generation = %(generation)s AND name = %(name)s
-    AND fence = %(fence)s AND state = 'STARTED' AND EXISTS (SELECT 1 {open})"""
+    AND state = 'STARTED' AND EXISTS (SELECT 1 {open})"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
