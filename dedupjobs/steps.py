@@ -152,10 +152,11 @@ class Steps:
     def _looked_up(self, step: Step, known: JobStep) -> Done | NotDone:
         """Return whether a step that was begun before has been done."""
         in_doubt = known.state == StepState.STARTED
+        if in_doubt:
+            self._tell(step, StepEvent.IN_DOUBT)
         if step.check is not None:
             return self._checked(step, step.check)
         if in_doubt and not step.repeat:
-            self._tell(step, StepEvent.IN_DOUBT)
             raise StepInDoubt(self._doubt(step, known))
         return NotDone()
 

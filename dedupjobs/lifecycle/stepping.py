@@ -13,7 +13,6 @@ from typing import Any
 
 from django.db import connections, transaction
 
-from dedupjobs import probes
 from dedupjobs.clock import DbNow
 from dedupjobs.lifecycle.rows import Claim, alias, steps
 from dedupjobs.models import JobStep, StepState
@@ -105,7 +104,6 @@ def _write(sql: str, claim: Claim, entry: Entry) -> bool:
     with transaction.mark_for_rollback_on_error(using=alias()), connection.cursor() as cursor:
         cursor.execute(filled, words)
         written: bool = cursor.rowcount == 1
-    probes.reach("step.written")
     return written
 
 
