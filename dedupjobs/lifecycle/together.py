@@ -82,7 +82,7 @@ def claiming(
     slots: Slots = {}
     asked = tuple(statements.shape_of(WHERE, where, slots))
     written = tuple(statements.shape_of("made.", attempt, slots))
-    slots["leases"], slots["lease"] = _leases(), registry.Options().lease
+    slots["leases"], slots["lease"] = json.dumps(registry.leases()), registry.USUAL_LEASE
     shape = ("claim", asked, tuple(to), written)
 
     def build(connection: Any) -> Statement:
@@ -99,13 +99,6 @@ def claiming(
         return _chained(taking, making)
 
     return compiled(shape, alias, build), slots
-
-
-def _leases() -> str:
-    """Return the leases of jobs that have not the usual one, in seconds by name, as JSON."""
-    usual = registry.Options().lease
-    other = {job.name: job.options.lease for job in registry.every() if job.options.lease != usual}
-    return json.dumps(other)
 
 
 def _chained(taking: Statement, making: Statement) -> Statement:
