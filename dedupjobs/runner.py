@@ -60,7 +60,7 @@ from dedupjobs.signals import LockEvent
 from dedupjobs.wire import Cargo
 
 CONNECTION_ERRORS, persist = patience.CONNECTION_ERRORS, patience.persist
-FIRST_LEASE = Options().lease  # a lock's TTL until the claim tells which job it is
+FIRST_LEASE = registry.USUAL_LEASE  # a lock's TTL until the claim tells which job it is
 CLAIM_PATIENCE = 5.0  # seconds; afterwards the row waits for the coordinator
 
 LOST_TO_ANOTHER = (AttemptOutcome.LOST, AttemptOutcome.RETURNED)
@@ -536,14 +536,17 @@ def outcome_of(ending: Ending) -> AttemptOutcome | None:
     """Return the outcome that an ending writes; None: it writes nothing."""
     if isinstance(ending, Failed) and ending.timed_out:
         return AttemptOutcome.TIMED_OUT
-    return {
-        Succeeded: AttemptOutcome.SUCCEEDED,
-        Failed: AttemptOutcome.FAILED,
-        Interrupted: AttemptOutcome.INTERRUPTED,
-        Stopped: AttemptOutcome.CANCELLED,
-        Snoozed: AttemptOutcome.SNOOZED,
-        Parked: AttemptOutcome.HELD,
-    }.get(type(ending))
+    return OUTCOMES.get(type(ending))
+
+
+OUTCOMES: dict[type[Ending], AttemptOutcome] = {
+    Succeeded: AttemptOutcome.SUCCEEDED,
+    Failed: AttemptOutcome.FAILED,
+    Interrupted: AttemptOutcome.INTERRUPTED,
+    Stopped: AttemptOutcome.CANCELLED,
+    Snoozed: AttemptOutcome.SNOOZED,
+    Parked: AttemptOutcome.HELD,
+}
 
 
 # ---- after the run

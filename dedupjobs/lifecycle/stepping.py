@@ -14,6 +14,7 @@ from typing import Any
 from django.db import connections, transaction
 
 from dedupjobs.clock import DbNow
+from dedupjobs.lifecycle import prepared
 from dedupjobs.lifecycle.rows import Claim, alias, steps
 from dedupjobs.models import JobStep, StepState
 
@@ -84,7 +85,14 @@ def has_entry(claim: Claim, entry: Entry) -> bool:
 
 def _write(sql: str, claim: Claim, entry: Entry) -> bool:
     connection = connections[alias()]
-    ended = entry.state != StepState.STARTED
+    vendor, now = connection.vendor, DbNow()
+    moment, _ = now.as_sql(None, connection)
+    lock = "FOR UPDATE" if connection.features.has_select_for_update else ""
+    filled = sql.format(
+        start=DbNow.shifted(vendor).replace("%s", "%(start)s") if entry.took else moment,
+        end=moment if entry.state != StepState.STARTED else "NULL",
+        open=OPEN.format(lock=lock),
+    )
     words: dict[str, Any] = {
         "job": claim.job_pk,
         "generation": claim.generation,
@@ -94,19 +102,11 @@ def _write(sql: str, claim: Claim, entry: Entry) -> bool:
         "state": entry.state.value,
         "result": entry.result,
         "error": entry.error,
+        "start": DbNow(-entry.took).shift(vendor),
     }
-    lock = "FOR UPDATE" if connection.features.has_select_for_update else ""
-    filled = sql.format(
-        start=_moment(-entry.took, connection),
-        end=_moment(0, connection) if ended else "NULL",
-        open=OPEN.format(lock=lock),
-    )
-    with transaction.mark_for_rollback_on_error(using=alias()), connection.cursor() as cursor:
-        cursor.execute(filled, words)
-        written: bool = cursor.rowcount == 1
-    return written
-
-
-def _moment(after: float, connection: Any) -> str:
-    sql, _ = DbNow(after).as_sql(None, connection)
-    return sql
+    with (
+        transaction.mark_for_rollback_on_error(using=alias()),
+        prepared.cursor(connection) as asking,
+    ):
+        asking.execute(filled, words)
+        return bool(asking.rowcount)
