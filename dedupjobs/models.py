@@ -282,7 +282,7 @@ class JobStep(models.Model):
         ]
 
     def __str__(self) -> str:
-        return f"{self.job_id} {self.name}"
+        return self.name
 
 
 class Cause(models.TextChoices):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import string
 import threading
@@ -14,7 +15,10 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from django.contrib.auth.models import Permission, User
+from django.core.management import CommandError, call_command
 from django.db import connection, transaction
+from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
 from dedupjobs import (
@@ -40,7 +44,7 @@ from dedupjobs.exceptions import (
 )
 from dedupjobs.heartbeat import Heart
 from dedupjobs.lifecycle import Place
-from dedupjobs.models import JobStep, ProcessedJob, Status, StepState
+from dedupjobs.models import JobStep, Operation, ProcessedJob, Status, StepState
 from dedupjobs.testing import captured_jobs, inline, run_pending
 from tests import live
 from tests.app.jobs import note
@@ -1003,3 +1007,123 @@ def test_step_sees_the_attempt_that_runs_it() -> None:
     attempt = claimed(stepped.enqueue(tag="a").job)
     with entered(attempt):
         assert attempt.step("look", lambda: current_attempt().number) == 1
+
+
+# ---- what people see
+
+
+def page(client: Client, row: ProcessedJob) -> str:
+    response = client.get(f"/admin/dedupjobs/processedjob/{row.pk}/change/")
+    assert response.status_code == 200
+    return response.content.decode()
+
+
+@pytest.fixture
+def seen(doubtful: ProcessedJob) -> ProcessedJob:
+    """A job with a step in doubt, one that failed, and one that succeeded with a secret."""
+    attempt = claimed(doubtful)
+    attempt.step("receipt", lambda: {"number": 4711, "token": "s3cr3t"})
+    with suppress(ValueError):
+        attempt.step("mail <b>", int, "no number")
+    lose(attempt)
+    return doubtful
+
+
+def test_page_of_a_job_shows_its_steps_and_results_to_those_who_may_see_arguments(
+    seen: ProcessedJob, client: Client
+) -> None:
+    user = User.objects.create_user("ops", is_staff=True)
+    user.user_permissions.add(Permission.objects.get(codename="view_processedjob"))
+    client.force_login(user)
+    text = page(client, seen)
+    assert "step charge of attempt 1: in doubt" in text
+    assert "step receipt of attempt 2: succeeded after" in text
+    assert "mail &lt;b&gt;" in text
+    assert "invalid literal" in text
+    assert "4711" not in text
+    user.user_permissions.add(Permission.objects.get(codename="arguments_processedjob"))
+    client.force_login(User.objects.get(pk=user.pk))
+    text = page(client, seen)
+    assert "4711" in text
+    assert "s3cr3t" not in text
+
+
+def test_step_of_an_attempt_at_work_is_started_and_not_in_doubt(
+    admin_client: Client,
+) -> None:
+    row = stepped.enqueue(tag="a").job
+    attempt = claimed(row)
+    with suppress(Killed):
+        attempt.step("charge", killed)
+    assert "step charge of attempt 1: started after" in page(admin_client, row)
+    lose(attempt)
+    assert "step charge of attempt 1: in doubt" in page(admin_client, row)
+
+
+def test_page_of_a_job_without_steps_has_no_lane_for_them(admin_client: Client) -> None:
+    row = stepped.enqueue(tag="a").job
+    text = page(admin_client, row)
+    assert ">steps<" not in text
+    assert "dj-steps" not in text
+
+
+def test_explanation_tells_the_steps_and_no_result(
+    seen: ProcessedJob, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call_command("dedupjobs_explain", str(seen.pk))
+    text = capsys.readouterr().out
+    assert "step charge of attempt 1: in doubt" in text
+    assert "step receipt of attempt 2: succeeded after" in text
+    assert "4711" not in text
+
+
+# ---- what a person says of one
+
+
+def decide(row: ProcessedJob, *words: str) -> str:
+    out = io.StringIO()
+    call_command("dedupjobs_step", str(row.pk), "charge", *words, "--by", "siti", stdout=out)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("words", "result", "effects"),
+    [
+        (["--done", '{"id": "ch_1"}'], {"id": "ch_1"}, ["begun"]),
+        (["--done", "null"], None, ["begun"]),
+        (["--not-done", "--reason", "asked the bank"], "charged", ["begun", "charged"]),
+    ],
+)
+def test_person_who_has_looked_a_step_up_says_so_and_the_job_goes_on(
+    doubtful: ProcessedJob, words: list[str], result: Any, effects: list[str]
+) -> None:
+    PLAYS["a"] = lambda attempt: attempt.step("charge", charge)
+    assert deliver(doubtful) == Status.HELD
+    said = decide(doubtful, *words)
+    assert f"dedupjobs_operate unhold {doubtful.pk}" in said
+    operations.unhold(job_row(doubtful), by="siti")
+    assert deliver(doubtful) == Status.SUCCEEDED
+    assert stepped.enqueue(tag="a").result() == result
+    assert ran() == effects
+    told = Operation.objects.get(action="step")
+    assert (told.by, told.before, told.after) == ("siti", Status.HELD, Status.HELD)
+    assert told.reason.startswith("charge: ")
+
+
+def test_nobody_decides_a_step_while_an_attempt_is_at_work(doubtful: ProcessedJob) -> None:
+    attempt = claimed(doubtful)
+    with pytest.raises(CommandError, match="no step 'charge' in doubt that could be decided now"):
+        decide(doubtful, "--done", "null")
+    lose(attempt)
+    decide(doubtful, "--done", "null")
+    with pytest.raises(CommandError, match="no step 'charge' in doubt"):
+        decide(doubtful, "--not-done")
+    assert Operation.objects.count() == 1
+
+
+@pytest.mark.parametrize("text", ["", "ch_1", "{", "NaN"])
+def test_result_that_is_no_json_is_refused(doubtful: ProcessedJob, text: str) -> None:
+    with pytest.raises(CommandError, match="give JSON, such as null") as refused:
+        decide(doubtful, "--done", text)
+    assert refused.value.returncode == 2
+    assert states() == {"charge": STARTED}

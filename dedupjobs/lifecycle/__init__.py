@@ -118,7 +118,14 @@ from dedupjobs.lifecycle.settling import (
     unclaim,
 )
 from dedupjobs.lifecycle.statements import insert_for_each
-from dedupjobs.lifecycle.stepping import Entry, end_step, enter_step, has_entry, steps_of
+from dedupjobs.lifecycle.stepping import (
+    Entry,
+    decide_step,
+    end_step,
+    enter_step,
+    has_entry,
+    steps_of,
+)
 
 __all__ = [  # noqa: RUF022 - in the order a job meets them
     "alias", "jobs", "attempts", "steps", "names", "database_now", "seconds_until_due",
@@ -130,7 +137,7 @@ __all__ = [  # noqa: RUF022 - in the order a job meets them
     "Pulse", "beat", "look", "lock_open", "renew",
     "Note", "NO_NOTE", "complete", "fail", "give_up", "snooze", "interrupt", "unclaim", "stop",
     "park", "outcome_of", "note_late",
-    "Entry", "steps_of", "enter_step", "end_step", "has_entry",
+    "Entry", "steps_of", "enter_step", "end_step", "has_entry", "decide_step",
     "Terms", "Wanted", "claim_many", "began", "beat_many", "beat_kin", "Done", "complete_many",
     "Apart", "end_attempt", "move_jobs", "return_many",
     "Lost", "bury", "reclaim",

@@ -15,8 +15,8 @@ from django.db import connections, transaction
 
 from dedupjobs.clock import DbNow
 from dedupjobs.lifecycle import prepared
-from dedupjobs.lifecycle.rows import Claim, alias, steps
-from dedupjobs.models import JobStep, StepState
+from dedupjobs.lifecycle.rows import Claim, alias, jobs, steps
+from dedupjobs.models import JobStep, Status, StepState
 
 # "outcome IS NULL" is written as COALESCE: see ``together``.
 OPEN = "FROM dedupjobs_jobattempt WHERE id = %(fence)s AND COALESCE(outcome, '') = '' {lock}"
@@ -81,6 +81,27 @@ def has_entry(claim: Claim, entry: Entry) -> bool:
     """Whether this attempt has written this: asked after a COMMIT without a reply."""
     mine = steps().filter(job_id=claim.job_pk, generation=claim.generation, fence=claim.fence)
     return mine.filter(name=entry.name, state=entry.state).exists()
+
+
+def decide_step(
+    pk: int, version: int, name: str, *, result: str | None, words: str
+) -> Status | None:
+    """
+    Write what a person has found out of a step in doubt: done, with a result, or not done.
+
+    Not while an attempt is at work, which may be about to ask. None: there is none to decide.
+    """
+    seen = jobs().filter(pk=pk, version=version).exclude(status=Status.RUNNING)
+    with transaction.atomic(using=alias()):
+        row = seen.select_for_update().values("status", "generation").first()
+        if row is None:
+            return None
+        mine = steps().filter(job_id=pk, generation=row["generation"], name=name)
+        state = StepState.FAILED if result is None else StepState.SUCCEEDED
+        decided = mine.filter(state=StepState.STARTED).update(
+            state=state, result=result, error=words, ended_at=DbNow()
+        )
+    return Status(row["status"]) if decided else None
 
 
 def _write(sql: str, claim: Claim, entry: Entry) -> bool:
