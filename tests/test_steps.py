@@ -15,6 +15,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from asgiref.sync import sync_to_async
 from django.contrib.auth.models import Permission, User
 from django.core.management import CommandError, call_command
 from django.db import connection, transaction
@@ -858,6 +859,25 @@ def test_steps_may_be_run_from_threads_of_the_job() -> None:
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(step, range(8))) == list("01234567")
     assert list(states().values()) == [SUCCEEDED] * 8
+
+
+@job(key="async:{tag}", unique_for=FOREVER)
+async def stepped_asynchronously(*, tag: str) -> Any:
+    attempt = current_attempt()
+
+    def step() -> Any:
+        try:
+            return attempt.step("charge", charge, tag)
+        finally:
+            connection.close()
+
+    return await sync_to_async(step)()
+
+
+def test_step_of_an_async_job_runs_in_a_thread_of_its_own() -> None:
+    row = stepped_asynchronously.enqueue(tag="a").job
+    assert deliver(row) == Status.SUCCEEDED
+    assert (ran(), states()) == (["a"], {"charge": SUCCEEDED})
 
 
 def test_one_name_in_two_threads_is_used_once() -> None:
