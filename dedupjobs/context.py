@@ -35,7 +35,6 @@ class Attempt:
         self._claim = claim
         self._heart = heart
         self._looked = clock.monotonic()
-        self._steps = Steps(claim, heart)
         self.completed = False  # whether complete() was called; its COMMIT is another question
 
     @property
@@ -56,6 +55,10 @@ class Attempt:
     def job(self) -> ProcessedJob:
         """The job's row, as it was when first asked for."""
         return lifecycle.jobs().get(pk=self._claim.job_pk)
+
+    @cached_property
+    def _steps(self) -> Steps:
+        return Steps(self._claim, self._heart)
 
     def idempotency_key(self, effect: str = "") -> str:
         """
@@ -200,9 +203,10 @@ def current_attempt() -> Attempt:
 
 
 @contextmanager
-def entered(attempt: Attempt) -> Iterator[None]:
-    """Make ``attempt`` the current one for the block."""
-    attempt._steps.begin()
+def entered(attempt: Attempt, *, borrowed: bool = False) -> Iterator[None]:
+    """Make ``attempt`` the current one for the block; ``borrowed``: in somebody's transaction."""
+    if borrowed:
+        attempt._steps.begin_in_transaction()
     token = _current.set(attempt)
     try:
         yield

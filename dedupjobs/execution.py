@@ -62,7 +62,7 @@ def execute(
     try:
         with (
             _savepoint(borrowed),
-            entered(attempt),
+            entered(attempt, borrowed=borrowed),
             fields.given(claim),
             queries.ended_with(cutter),
             interrupts.armed(cutter),

@@ -79,8 +79,8 @@ class Steps:
         self._known: dict[str, JobStep] | None = None
         self._guard = threading.RLock()
 
-    def begin(self) -> None:
-        """The job's code starts: whatever is open now, the job has not opened."""
+    def begin_in_transaction(self) -> None:
+        """The job's code starts in somebody's transaction: what is open now, it has not opened."""
         self._outer = tuple(connections[lifecycle.alias()].atomic_blocks)
 
     def idempotency_key(self, effect: str) -> str:
