@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from django.db import transaction
-from django.db.models import F, Q
+from django.db.models import F
 
 from dedupjobs import probes, registry
 from dedupjobs.clock import DbNow
@@ -23,11 +23,8 @@ from dedupjobs.lifecycle.rows import (
     jobs,
     skip_locked,
 )
-from dedupjobs.models import (
-    AttemptOutcome,
-    ProcessedJob,
-    Status,
-)
+from dedupjobs.lifecycle.statements import Rows, Select, Slot
+from dedupjobs.models import AttemptOutcome, JobAttempt, ProcessedJob, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +46,7 @@ class Lost:
 
 def bury(fence: int, reason: str) -> Lost | None:
     """RUNNING → as reclaim, at once: only by the parent that has reaped its own horse."""
-    return _lose(fence, Q(), reason)
+    return _lose(fence, {}, reason)
 
 
 def reclaim(fence: int, *, beat_at: datetime, ahead_of: float | None, reason: str) -> Lost | None:
@@ -60,25 +57,40 @@ def reclaim(fence: int, *, beat_at: datetime, ahead_of: float | None, reason: st
     (seconds): also take a lease that ends later than that from now, which no beat of a right
     clock has written. Locked rows are skipped: somebody is at work on them.
     """
-    expired = Q(lease_until__lt=DbNow())
-    if ahead_of is not None:
-        expired |= Q(lease_until__gt=DbNow(ahead_of))
-    return _lose(fence, Q(beat_at=beat_at) & expired, reason)
+    expired: dict[str, Any] = {"beat_at": beat_at, "lease_until__lt": DbNow()}
+    lost = _lose(fence, expired, reason)
+    if lost is None and ahead_of is not None:
+        ahead = {"beat_at": beat_at, "lease_until__gt": DbNow(ahead_of)}
+        lost = _lose(fence, ahead, reason)
+    return lost
 
 
-def _lose(fence: int, expired: Q, reason: str) -> Lost | None:
+_OPEN = Select(
+    JobAttempt,
+    "open, locked",
+    lambda: skip_locked(
+        attempts().filter(pk=Slot("pk", JobAttempt._meta.pk), outcome=None).annotate(db_now=DbNow())
+    ),
+)
+_JOB = Select(
+    ProcessedJob,
+    "locked",
+    lambda: skip_locked(jobs().filter(pk=Slot("pk", ProcessedJob._meta.pk))),
+)
+
+
+def _lose(fence: int, expired: dict[str, Any], reason: str) -> Lost | None:
     probes.reach("reclaim.before")
     with transaction.atomic(using=alias()):
-        open_one = attempts().filter(expired, pk=fence, outcome=None)
-        attempt: Any = skip_locked(open_one.annotate(db_now=DbNow())).first()
+        attempt = _OPEN.first(alias(), pk=fence)
         if attempt is None:
             return None
-        job = skip_locked(jobs().filter(pk=attempt.job_id)).first()
+        job = _JOB.first(alias(), pk=attempt.job_id)
         if job is None:
             return None
         begun = attempt.began_at is not None
         outcome = AttemptOutcome.LOST if begun else AttemptOutcome.RETURNED
-        ended = attempts().filter(expired, pk=fence, outcome=None)
+        ended = Rows(JobAttempt, alias(), {"pk": fence, "outcome": None, **expired})
         if not ended.update(outcome=outcome, ended_at=DbNow(), reason=reason):
             return None
         probes.reach("reclaim.between")

@@ -434,36 +434,20 @@ ALL = [
         (
             (
                 LOSSES,
-                "return _lose(fence, Q(beat_at=beat_at) & expired, reason)",
-                "return _lose(fence, Q(), reason)",
+                'expired: dict[str, Any] = {"beat_at": beat_at, "lease_until__lt": DbNow()}',
+                "expired: dict[str, Any] = {}",
             ),
         ),
-    ),
-    Mutant(
-        "reclaim's own UPDATE does not ask for the lease",
-        (
-            (
-                LOSSES,
-                "ended = attempts().filter(expired, pk=fence, outcome=None)",
-                "ended = attempts().filter(pk=fence, outcome=None)",
-            ),
-        ),
-        test="test_lifecycle.py::"
-        "test_reclaim_that_lost_against_a_beat_between_its_look_and_its_update_writes_nothing",
     ),
     Mutant(
         "reclaim takes an attempt that has ended",
         (
             (
                 LOSSES,
-                "open_one = attempts().filter(expired, pk=fence, outcome=None)",
-                "open_one = attempts().filter(expired, pk=fence)",
+                '.filter(pk=Slot("pk", JobAttempt._meta.pk), outcome=None)',
+                '.filter(pk=Slot("pk", JobAttempt._meta.pk))',
             ),
-            (
-                LOSSES,
-                "ended = attempts().filter(expired, pk=fence, outcome=None)",
-                "ended = attempts().filter(expired, pk=fence)",
-            ),
+            (LOSSES, '{"pk": fence, "outcome": None, **expired}', '{"pk": fence, **expired}'),
         ),
     ),
     Mutant(
