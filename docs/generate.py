@@ -62,6 +62,8 @@ OPTIONS = {
 
 CHECKS = {
     "E001": "A setting in DEDUPJOBS is unknown or can not be meant; the text names the cure.",
+    "E030": "A handler of events is for a consumer that INBOX lacks, or for the only one of "
+    "several.",
     "E007": 'RQ["WORKER_CLASS"] is no worker of RQ.',
     "W009": "Two settings, each right, that do not go together.",
 }
