@@ -18,7 +18,7 @@ from django.db import connections, transaction
 
 from dedupjobs import registry
 from dedupjobs.clock import DbNow
-from dedupjobs.lifecycle import rows, statements
+from dedupjobs.lifecycle import prepared, rows, statements
 from dedupjobs.lifecycle.rows import Claim
 from dedupjobs.lifecycle.statements import (
     WHERE,
@@ -82,7 +82,7 @@ def claiming(
     slots: Slots = {}
     asked = tuple(statements.shape_of(WHERE, where, slots))
     written = tuple(statements.shape_of("made.", attempt, slots))
-    slots["leases"], slots["lease"] = _leases(), registry.Options().lease
+    slots["leases"], slots["lease"] = json.dumps(registry.leases()), registry.USUAL_LEASE
     shape = ("claim", asked, tuple(to), written)
 
     def build(connection: Any) -> Statement:
@@ -99,13 +99,6 @@ def claiming(
         return _chained(taking, making)
 
     return compiled(shape, alias, build), slots
-
-
-def _leases() -> str:
-    """Return the leases of jobs that have not the usual one, in seconds by name, as JSON."""
-    usual = registry.Options().lease
-    other = {job.name: job.options.lease for job in registry.every() if job.options.lease != usual}
-    return json.dumps(other)
 
 
 def _chained(taking: Statement, making: Statement) -> Statement:
@@ -206,6 +199,9 @@ def ask(sql: str, words: Values) -> list[Any]:
     connection = connections[rows.alias()]
     # The present is DbNow's alone to say: ``testing.frozen_clock`` stops it there.
     sql = sql.replace("clock_timestamp()", DbNow.PRESENT["postgresql"])
-    with transaction.mark_for_rollback_on_error(using=rows.alias()), connection.cursor() as cursor:
+    with (
+        transaction.mark_for_rollback_on_error(using=rows.alias()),
+        prepared.cursor(connection) as cursor,
+    ):
         cursor.execute(sql, words)
         return list(cursor.fetchall())
