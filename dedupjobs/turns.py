@@ -18,7 +18,7 @@ from dedupjobs import lifecycle
 from dedupjobs.clock import DbNow
 from dedupjobs.models import Turn
 
-LEASE = 30.0  # seconds
+LEASE = 15.0  # seconds
 
 
 class TurnLost(Exception):

@@ -358,6 +358,14 @@ def test_events_of_a_wiped_redis_go_out_again_before_anything_new(streaming: red
     assert set(statuses()) == {"DELIVERED"}
 
 
+def test_wiped_redis_is_noticed_although_nothing_new_is_published(streaming: redis.Redis) -> None:
+    outbox.publish("a", 0)
+    relayed()
+    streaming.flushall()
+    relayed()
+    assert sent() == ["0"]
+
+
 def test_events_that_a_fail_over_has_lost_go_out_again(streaming: redis.Redis) -> None:
     outbox.publish("a", 0)
     relayed()

@@ -74,12 +74,14 @@ class Relay:
             return Round(more=True)
         with self._mine(target):
             batch = shelf.next_batch(self.name, target, limit=limit)
-        if not batch:
+        if not batch and not (target.stream and turn.position):
             return Round()
+        # Nothing to send is sent to a stream, too: it may have lost what it had.
         return self._send(target, turn, batch, full=len(batch) >= limit)
 
     def _send(self, target: Target, turn: Turn, batch: list[Post], *, full: bool) -> Round:
-        probes.reach("relay.before")
+        if batch:
+            probes.reach("relay.before")
         try:
             sent, last = targets.send(target, batch, after=turn.position)
         except Wiped as wiped:
@@ -88,10 +90,12 @@ class Relay:
         except Unavailable as error:
             signals.tell(signals.target_away, self.name, error=error)
             return Round(away=True)
+        if not batch:
+            return Round()
         probes.reach("relay.after")
         with self._mine(target):
             shelf.settle(self.name, target, batch, sent)
-            if last:
+            if last != turn.position:
                 turns.of(self.turn).update(position=last)
         self._tell(target, sent)
         tried = len(sent.delivered) + len(sent.failed)
@@ -119,7 +123,8 @@ class Relay:
 
 def _lease(target: Target) -> float:
     """Return for how long a turn must last: a batch, and one delivery that takes its time-out."""
-    return turns.LEASE + target.timeout
+    leads: float = conf.get().LEADER_TTL  # another one leads after as long
+    return leads if target.stream else leads + targets.PATIENCE + target.timeout
 
 
 def _moment_of(entry: str) -> datetime | None:
