@@ -14,6 +14,7 @@ from django.core.management import call_command
 from django.db import OperationalError, connection, transaction
 
 from dedupjobs import clock, inbox, outbox
+from dedupjobs.backoff import Constant
 from dedupjobs.clock import DbNow
 from dedupjobs.coordinator import Coordinator
 from dedupjobs.envelope import Event
@@ -40,6 +41,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[redis.Redis]:
     """A stream that two consumers read; its client."""
     events.before.clear()
     monkeypatch.setattr(handlers, "_handlers", {})
+    monkeypatch.setattr(marks, "BACKOFF", Constant(60.0))  # nothing is due again by itself
     events.register()
     with (
         outlet.outbox(STREAM, INBOX={"CONSUMERS": CONSUMERS}),

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
-from django.db import close_old_connections, connections
+from django.db import close_old_connections, connections, transaction
 
-from dedupjobs import bell, clock, conf, probes, signals, turns
+from dedupjobs import bell, clock, conf, lifecycle, probes, signals, turns
 from dedupjobs.exceptions import Unavailable
 from dedupjobs.models import Turn
 from dedupjobs.outbox import shelf, targets
@@ -65,14 +65,13 @@ class Relay:
         if target is None:
             return Round()
         limit = shelf.BATCH if target.stream else shelf.SINGLE
-        turn = turns.take(self.turn, self.owner, lease=_lease(target))
-        if turn is None:
-            return Round(mine=False)
-        if turn.again_after is not None:
-            with self._mine(target):
+        with transaction.atomic(using=lifecycle.alias()):
+            turn = turns.take(self.turn, self.owner, lease=_lease(target))
+            if turn is None:
+                return Round(mine=False)
+            if turn.again_after is not None:
                 shelf.take_up_again(turn, self.name)
-            return Round(more=True)
-        with self._mine(target):
+                return Round(more=True)
             batch = shelf.next_batch(self.name, target, limit=limit)
         if not batch and not (target.stream and turn.position):
             return Round()
