@@ -199,8 +199,8 @@ def test_message_that_is_dropped_is_never_applied(stream: redis.Redis) -> None:
     make_messages_due()
     events.before.clear()
     stream.flushall()
-    published()
-    assert read() == {}
+    relayed()
+    assert read() == {"duplicate": 1}
     assert ledger() == []
 
 
