@@ -193,11 +193,14 @@ def _listen(leads: Callable[[], bool], over: threading.Event, rung: list[threadi
 def _relay(
     name: str, leads: Callable[[], bool], over: threading.Event, rung: threading.Event
 ) -> None:
-    relay, rest = Relay(name), conf.get().TICK
+    relay, rest, held = Relay(name), conf.get().TICK, False
     try:
         while not over.is_set():
             rung.clear()
-            done = _round(relay) if leads() else Round()
+            done = _round(relay) if leads() else Round(mine=False)
+            if held and not done.mine:
+                turns.give(relay.turn, relay.owner)  # who leads now need not wait for its end
+            held = done.mine
             if done.more:
                 continue
             rest = min(rest * 2, LONGEST_REST) if done.away else conf.get().TICK
