@@ -34,6 +34,7 @@ from dedupjobs.wire import UNREACHABLE
 
 GOING = 5.0  # seconds that a coordinator waits for its threads at its end
 LONGEST_REST = 30.0  # seconds between two tries at a target that is away
+LISTENED = 1.0  # seconds after which a listener looks whether it is to end
 MARGIN = timedelta(minutes=5)  # by which a Redis's clock may differ from the database's
 
 
@@ -179,7 +180,7 @@ def _listen(leads: Callable[[], bool], over: threading.Event, rung: list[threadi
     """Tell the relays that it rang; who does not lead must not take the bell's strokes away."""
     while not over.is_set():
         try:
-            heard = leads() and bell.wait(conf.get().TICK)
+            heard = leads() and bell.wait(min(conf.get().TICK, LISTENED))
         except UNREACHABLE:
             heard = False
             clock.wait(over, conf.get().TICK)
