@@ -105,7 +105,7 @@ class Target:
     timeout: float = seconds(10.0)  # for one request, as a whole
     call: str | None = _text("give the dotted path of a function that takes an event.")
     signal: bool = flag(False)  # dedupjobs.signals.event_published
-    attempts: int = count(20)  # after which an event is DEAD
+    attempts: int = count(20)  # failures after which a person is asked
     on_dead: str = _choice("wait", "go_on")  # what later events of its key do
 
     @property
@@ -124,7 +124,7 @@ class Consumer:
     secrets: tuple[str, ...] = _secrets()  # any of them may have signed
     tolerance: float = seconds(300.0)  # by which a signed moment may differ from now
     ordered: bool = flag(False)  # later events of a key wait for those that failed
-    attempts: int = count(8)  # after which a message is HELD
+    attempts: int = count(8)  # failures after which a person is asked
     claim_after: float = seconds(60.0)  # that a process may keep a message before others take it
 
 

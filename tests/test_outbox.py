@@ -22,6 +22,7 @@ from dedupjobs.exceptions import EventError, PayloadTooLarge
 from dedupjobs.models import OutboxEvent, Turn
 from dedupjobs.outbox import shelf
 from dedupjobs.outbox.relay import Relay, standing
+from dedupjobs.testing.stage import without_redis
 from tests import outlet
 from tests.outlet import NOTED, STREAM, payloads, relayed, sent, statuses
 from tests.rows import Pause, Side, at, has_row_locks, until_blocked
@@ -446,3 +447,10 @@ def test_events_out_of_retention_are_pruned_and_others_stay(noting: None) -> Non
         "2",
         "3",
     ]
+
+
+def test_event_is_published_in_tests_that_have_no_redis(noting: None) -> None:
+    with without_redis():
+        outbox.publish("order.paid", 1)
+        assert relayed() == 1
+    assert payloads() == [1]
