@@ -52,13 +52,23 @@ def messages(consumer: str) -> Any:
     return InboxMessage._base_manager.using(lifecycle.alias()).filter(consumer=consumer)
 
 
-def take(event: Event, *, consumer: str, guard: Guard | None = None, again: bool = False) -> Fate:
+def take(event: Event, *, consumer: str) -> Fate:
     """
     Let the consumer's handler take an event, unless it has; say what became of it.
 
+    For whoever gets events by a way of his own: acknowledge the message once this returns, or,
+    where it is FAILED, have it sent again. Raises what a database raises that is out of reach,
+    and nothing that the handler does.
+    """
+    return attend(event, consumer=consumer, again=has_failed(event, consumer))
+
+
+def attend(event: Event, *, consumer: str, guard: Guard | None = None, again: bool = False) -> Fate:
+    """
+    Do so for a message of which it is known whether it failed before.
+
     ``guard``: the transaction in which all of it happens, where an order is kept. ``again``: it
-    failed before and is due. Raises what a database raises that is out of reach, and nothing that
-    the handler does.
+    failed before and is due.
     """
     handle = handlers.find(consumer, event.name)
     options, error = conf.inbox().consumers.get(consumer, Consumer()), ""

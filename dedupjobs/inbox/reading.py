@@ -237,7 +237,7 @@ class Reader:
         return self._take(event)
 
     def _take(self, event: Event, *, again: bool = False) -> Fate:
-        return marks.take(event, consumer=self.consumer, guard=self._guard(), again=again)
+        return marks.attend(event, consumer=self.consumer, guard=self._guard(), again=again)
 
 
 def _entries(raw: Any) -> list[Entry]:

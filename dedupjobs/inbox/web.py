@@ -44,7 +44,7 @@ def receive(request: HttpRequest, *, consumer: str) -> Fate:
         tolerance=options.tolerance,
     )
     event = envelope.of_text(event_id, request.body.decode(errors="replace"))
-    return marks.take(event, consumer=consumer, again=marks.has_failed(event, consumer))
+    return marks.take(event, consumer=consumer)
 
 
 def webhook_view(consumer: str) -> Callable[[HttpRequest], HttpResponse]:
