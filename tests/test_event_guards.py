@@ -12,6 +12,7 @@ from django.conf import settings
 from django.db import connection, transaction
 
 from dedupjobs import outbox, turns
+from dedupjobs.backoff import Constant
 from dedupjobs.inbox import Fate, handlers, marks
 from dedupjobs.inbox.reading import Reader
 from dedupjobs.models import InboxMessage
@@ -40,6 +41,8 @@ def world(given: Any = NOTED, **consumer: Any) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _no_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handlers, "_handlers", {})
+    monkeypatch.setattr(shelf, "BACKOFF", Constant(60.0))
+    monkeypatch.setattr(marks, "BACKOFF", Constant(60.0))
 
 
 # ---- stories: each is true, and says so

@@ -15,8 +15,10 @@ from django.test import Client, RequestFactory, override_settings
 from django.urls import path
 
 from dedupjobs import clock, envelope, inbox, outbox
+from dedupjobs.backoff import Constant
 from dedupjobs.inbox import handlers
 from dedupjobs.models import OutboxEvent
+from dedupjobs.outbox import shelf
 from dedupjobs.outbox.relay import Relay
 from tests import outlet
 from tests.app import events
@@ -66,6 +68,12 @@ class Hook:
         self.server.shutdown()
         self.server.server_close()
         self.thread.join()
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing be due again by itself while a test looks."""
+    monkeypatch.setattr(shelf, "BACKOFF", Constant(60.0))
 
 
 @pytest.fixture
