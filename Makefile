@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n 2
 BATCHES := tests/test_batches.py tests/test_threads.py tests/test_batch_kills.py tests/test_enqueue_many.py
 APART := $(patsubst %,--ignore=tests/%,simulation mutants faults browser)
 
-.PHONY: help demo test browser simulate mutants verify mariadb batches matrix faults campaign growth exhaustive check lint types layers migrations format bench profile bench-observe bench-admin bench-growth bench-faults docs reference package clean
+.PHONY: help demo test browser simulate mutants verify mariadb batches matrix faults campaign growth exhaustive check lint types layers migrations format bench profile bench-observe bench-admin bench-outbox bench-growth bench-faults docs reference package clean
 
 help: ## List these commands
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -104,6 +104,9 @@ bench-observe: $(VENV)/.test ## What a scrape of a million rows costs, and metri
 
 bench-admin: $(VENV)/.test ## The admin's pages and bulk operations at 5 million jobs
 	$(BIN)/python -m benchmarks.admin $(ARGS)
+
+bench-outbox: $(VENV)/.test ## How fast events are published and relayed; ARGS="20000 postgresql"
+	$(BIN)/python -m benchmarks.outbox $(ARGS)
 
 bench-growth: $(VENV)/.test ## What a job and the coordinator cost at 10,000 to 10 million jobs
 	$(BIN)/python -m benchmarks.growth $(ARGS)

@@ -24,6 +24,7 @@ from django.utils.module_loading import import_string
 from rq.worker import BaseWorker
 
 from dedupjobs import conf, coordinator, dispatch, lifecycle, registry, slots
+from dedupjobs.inbox import handlers
 from dedupjobs.models import ProcessedJob
 
 SHARED_BACKENDS = "django_redis.cache.RedisCache"
@@ -41,6 +42,7 @@ def register_all() -> None:
         _invalidated_caches,
         _worker,
         _database_settings,
+        _events,
     ):
         register(check, Tags.compatibility)
     register(_unknown_names, Tags.database)
@@ -95,6 +97,23 @@ def _names_that_mysql_confuses() -> Iterator[CheckMessage]:
                 hint="Give one of them another name, with the old one in aliases=.",
                 id="dedupjobs.E020",
             )
+
+
+def _events(**_: Any) -> list[CheckMessage]:
+    if any(conf.problems()):
+        return []
+    cure = 'Name it in DEDUPJOBS["INBOX"]["CONSUMERS"], or correct consumer= of @inbox.handler.'
+    found: list[CheckMessage] = [
+        Error(text, hint=cure, id="dedupjobs.E030") for text in handlers.problems()
+    ]
+    for name, target in conf.outbox().targets.items():
+        try:
+            import_string(target.call or "dedupjobs.conf.get")
+        except ImportError as error:
+            text = f"Target {name} calls {target.call!r}, which can not be imported: {error}"
+            cure = 'Correct "call", the dotted path of a function that takes an event.'
+            found.append(Error(text, hint=cure, id="dedupjobs.E031"))
+    return found
 
 
 def _policies(**_: Any) -> list[CheckMessage]:

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
-from dedupjobs import thresholds
+from dedupjobs import routes, thresholds
 from dedupjobs.pressure import PAIRS, Limits
+from dedupjobs.routes import Inbox, Outbox
 from dedupjobs.thresholds import Thresholds
 
 WHEN_TO_LISTEN = ("lazy", "always", "never")
@@ -73,6 +74,8 @@ class Settings:
     DEFAULTS: Mapping[str, Any] = field(default_factory=dict)  # option defaults for all jobs
     ALERTS: Mapping[str, Any] = field(default_factory=dict)  # thresholds.Thresholds
     PRESSURE: Mapping[str, Any] = field(default_factory=dict)  # pressure.Limits
+    OUTBOX: Mapping[str, Any] = field(default_factory=dict)  # who gets events: routes.Target
+    INBOX: Mapping[str, Any] = field(default_factory=dict)  # who takes them in: routes.Consumer
 
 
 def get() -> Settings:
@@ -88,6 +91,16 @@ def alerts() -> Thresholds:
 def limits() -> Limits:
     """Return the thresholds of the adaptive backoff."""
     return _read_limits()
+
+
+def outbox() -> Outbox:
+    """Return who gets which events."""
+    return _read_outbox()
+
+
+def inbox() -> Inbox:
+    """Return who takes events in."""
+    return _read_inbox()
 
 
 def option_defaults() -> dict[str, Any]:
@@ -108,12 +121,17 @@ def problems() -> Iterator[str]:
         if name not in known:
             yield f"DEDUPJOBS[{name!r}] is not a setting. {thresholds.hint(name, known)}"
         elif name in _NESTED:
-            yield from thresholds.problems(_NESTED[name], value, f"DEDUPJOBS[{name!r}]")
+            yield from _NESTED[name](value, f"DEDUPJOBS[{name!r}]")
         elif wrong := _wrong(name, value, str(known[name].type)):
             yield f"DEDUPJOBS[{name!r}] = {value!r}: {wrong}"
 
 
-_NESTED: dict[str, Any] = {"ALERTS": Thresholds, "PRESSURE": Limits}
+_NESTED: dict[str, Callable[[Any, str], Iterator[str]]] = {
+    "ALERTS": partial(thresholds.problems, Thresholds),
+    "PRESSURE": partial(thresholds.problems, Limits),
+    "OUTBOX": routes.outbox_problems,
+    "INBOX": routes.inbox_problems,
+}
 
 
 LONGER = {  # the first must be the longer one
@@ -132,6 +150,12 @@ def contradictions() -> Iterator[tuple[str, str]]:
             text = f"DEDUPJOBS[{longer!r}] = {one:g} s is not longer than {shorter} = {other:g} s"
             yield f"{text}: {why}.", f"Lengthen {longer} or shorten {shorter}."
     yield from _alert_contradictions()
+    if outbox().targets and inbox().consumers and inbox().retain <= outbox().retain:
+        text = f"INBOX['RETAIN'] = {inbox().retain:g} s is not longer than OUTBOX['RETAIN']"
+        yield (
+            f"{text} = {outbox().retain:g} s: an event that is sent again would be applied again.",
+            "Lengthen the one or shorten the other.",
+        )
 
 
 def _alert_contradictions() -> Iterator[tuple[str, str]]:
@@ -228,9 +252,19 @@ def _read_limits() -> Limits:
     return found
 
 
+@lru_cache(maxsize=1)
+def _read_outbox() -> Outbox:
+    return routes.outbox(get().OUTBOX)
+
+
+@lru_cache(maxsize=1)
+def _read_inbox() -> Inbox:
+    return routes.inbox(get().INBOX)
+
+
 def _forget(*, setting: str, **_: Any) -> None:
     if setting == "DEDUPJOBS":
-        for read in (_read, _read_thresholds, _read_limits):
+        for read in (_read, _read_thresholds, _read_limits, _read_outbox, _read_inbox):
             read.cache_clear()
 
 

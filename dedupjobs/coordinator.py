@@ -40,9 +40,11 @@ from dedupjobs.asides import Sweep
 from dedupjobs.clock import DbNow
 from dedupjobs.controls import InForce
 from dedupjobs.dispatch import Delivery
+from dedupjobs.inbox import marks
 from dedupjobs.lifecycle import Lost, Pruned
 from dedupjobs.locks import Grip
 from dedupjobs.models import ACTIVE, WAITING, ProcessedJob, Status
+from dedupjobs.outbox import relay, shelf
 from dedupjobs.schedule import Schedule
 from dedupjobs.wire import UNREACHABLE
 
@@ -142,6 +144,8 @@ class Coordinator:
         if self._is_time("summarise", conf.get().SUMMARISE_EVERY):
             with _one_row():
                 summaries.keep(_counted)
+        if self._is_time("prune events", conf.get().PRUNE_EVERY):
+            self.prune_events()
         due = self._is_time("prune", conf.get().PRUNE_EVERY)
         return Round(
             scheduled=scheduled,
@@ -167,7 +171,7 @@ class Coordinator:
     def run(self, rest: Callable[[float], bool]) -> None:
         """Tick until ``rest(seconds)`` returns True; whatever fails is tried again, more slowly."""
         pause = conf.get().TICK
-        with watch.standing(lambda: self.leads):
+        with watch.standing(lambda: self.leads), relay.standing(lambda: self.leads):
             while not rest(pause):
                 try:
                     self.leads = self.tick().leads
@@ -335,6 +339,22 @@ class Coordinator:
             if self._unpruned and clock.monotonic() >= until:
                 self._next.pop("prune", None)
                 break
+        return total
+
+    def prune_events(self) -> int:
+        """Delete events and marks out of retention; the next tick does what is left of them."""
+        total, until = 0, clock.monotonic() + PRUNE_SECONDS
+        for prune, retain in (
+            (shelf.prune, conf.outbox().retain),
+            (marks.prune, conf.inbox().retain),
+        ):
+            page = PRUNE_PAGE
+            while page == PRUNE_PAGE:
+                if clock.monotonic() >= until:
+                    self._next.pop("prune events", None)
+                    return total
+                page = prune(older_than=retain, limit=PRUNE_PAGE)
+                total += page
         return total
 
     def _freshly_taken(self, ids: frozenset[str]) -> set[str]:

@@ -61,12 +61,13 @@ SLOW = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 21_600)
 
 RETRIES = ("error", "timeout", "asked", "snoozed", "lost", "returned", "interrupted", "operator")
 CAUSES = ("lease", "death", "lost", "wiped")
-FREE = ("job", "queue")  # labels that a project's names fill
+FREE = ("job", "queue", "target", "consumer")  # labels that a project's names fill
 WORDS: dict[str, tuple[str, ...]] = {
     "reason": (*RETRIES, "busy", "unreachable"),
     "outcome": tuple(AttemptOutcome.values),
     "cause": CAUSES,
     "level": ("process", "redis"),
+    "fate": ("applied", "duplicate", "failed", "held", "behind", "unknown"),
 }
 
 
@@ -115,6 +116,14 @@ METRICS = {
         Metric("cache_misses_total", "Reads that the status cache could not answer."),
         Metric("invalidations_sent_total", "Changes that were announced."),
         Metric("invalidations_received_total", "Changes that listeners have heard of."),
+        Metric("events_delivered_total", "Events that a target has taken.", ("target",)),
+        Metric("events_refused_total", "Tries at which a target took an event not.", ("target",)),
+        Metric("events_dead_total", "Events that were given up and wait.", ("target",)),
+        Metric(
+            "inbox_messages_total",
+            "Messages that a consumer got, by what became of them.",
+            ("fate", "consumer"),
+        ),
         Metric("job_processing_duration_seconds", "How long attempts ran.", ("job",), bounds=FAST),
         Metric("queue_delay_seconds", "From due to claimed, by queue.", ("queue",), bounds=FAST),
         Metric(
@@ -184,6 +193,10 @@ def bounded_label(label: str, value: str) -> str:
         return job.name if job else OTHER
     if label == "queue":
         return value if value in getattr(settings, "RQ_QUEUES", {}) else OTHER
+    if label == "target":
+        return value if value in conf.outbox().targets else OTHER
+    if label == "consumer":
+        return value if value in conf.inbox().consumers else OTHER
     return value if value in WORDS[label] else OTHER
 
 

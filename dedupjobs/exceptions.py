@@ -13,6 +13,9 @@ Everything dedupjobs raises.
   - NoResult              the job has ended without one, or it was not kept
     + ResultTimeout       not there yet (also a TimeoutError)
   - StaleVersion          an operator acted on a row that has changed since
+  - EventError            an event can not be published or read (also a ValueError)
+    + Unavailable         a target takes nothing at present, whatever the event is
+  - SignatureError        nobody whom we know has signed a webhook's message
   - ControlError          a control makes no sense or contradicts one in force (also a ValueError)
   - JobConflict           on_conflict="raise": the key has an active job
   - PayloadMismatch       the key is held by a call with other arguments
@@ -93,6 +96,18 @@ class StaleVersion(DedupJobsError):
 
 class ControlError(DedupJobsError, ValueError):
     """A control names nothing that there is, makes no sense or contradicts one in force."""
+
+
+class EventError(DedupJobsError, ValueError):
+    """An event can not be published or read; the message names the part and the cure."""
+
+
+class Unavailable(EventError):
+    """Raised by a target that takes nothing at present: no event is counted as failed."""
+
+
+class SignatureError(DedupJobsError):
+    """Nobody whom we know has signed a webhook's message, or not of late."""
 
 
 class LeaseLost(DedupJobsError):

@@ -17,7 +17,7 @@ from typing import Any
 from django.db import InterfaceError, OperationalError
 from redis.exceptions import RedisError
 
-from dedupjobs import controls, fields, locks, signals
+from dedupjobs import conf, controls, fields, locks, signals
 from dedupjobs.endings import Ending, Failed, Interrupted, Lapsed, Parked, Snoozed, Stopped
 from dedupjobs.lifecycle import Claim, Lost
 from dedupjobs.models import Control, ProcessedJob, Severity, Status
@@ -53,6 +53,12 @@ def connect() -> None:
         (signals.call_turned_away, _turned_away),
         (signals.set_aside, _set_aside),
         (signals.coordinator_failed, _coordinator_failed),
+        (signals.event_refused, _event_refused),
+        (signals.target_away, _target_away),
+        (signals.events_again, _events_again),
+        (signals.event_taken, _event_taken),
+        (signals.group_made, _group_made),
+        (signals.consumer_troubled, _consumer_troubled),
         (signals.alert_changed, _alert_changed),
         (signals.notice_dropped, _notice_dropped),
         (signals.invalidation_troubled, _invalidation_troubled),
@@ -304,6 +310,60 @@ def _coordinator_failed(error: Exception, **_: Any) -> None:
 def _invalidation_troubled(sender: str, error: Exception, **_: Any) -> None:
     facts = {"job": line(sender), **fields.of_process()}
     _say(logging.WARNING, facts, "%s: invalidation: %s", line(sender), _what(error))
+
+
+# ---- events
+
+
+def _of_event(event: Any) -> dict[str, Any]:
+    facts = {"event": line(event.id), "event_name": line(event.name), **fields.of_process()}
+    return {**facts, "event_key": line(event.key)} if conf.get().LOG_KEYS else facts
+
+
+def _event_refused(sender: str, event: Any, tries: int, dead: bool, **_: Any) -> None:
+    facts = {"target": line(sender), "tries": tries, "dead": dead, **_of_event(event)}
+    level = logging.ERROR if dead else logging.WARNING
+    place = "DEAD; retry or drop it when the cause is gone" if dead else "tried again"
+    words = line(event.name), line(event.id), tries, line(sender), place
+    _say(level, facts, "event %s %s: try %s at target %s failed → %s", *words)
+
+
+def _target_away(sender: str, error: Exception, **_: Any) -> None:
+    facts = {"target": line(sender), **fields.of_process()}
+    sentence = "target %s takes no events, they wait: %s"
+    _say(logging.WARNING, facts, sentence, line(sender), line(error, 500))
+
+
+def _events_again(sender: str, cause: str, **_: Any) -> None:
+    facts = {"target": line(sender), "cause": cause, **fields.of_process()}
+    sentence = "target %s: events are sent once more (%s); consumers know them by their ids"
+    _say(logging.WARNING, facts, sentence, line(sender), cause)
+
+
+_FATES = {"failed": logging.WARNING, "held": logging.ERROR, "unknown": logging.INFO}
+
+
+def _event_taken(sender: str, event: Any, fate: str, error: str, **_: Any) -> None:
+    level = _FATES.get(str(fate), logging.DEBUG)
+    if _listens(level):
+        facts = {"consumer": line(sender), "fate": str(fate), **_of_event(event)}
+        why = f": {error.partition(':')[0]}" if error else ""
+        words = line(sender), line(event.name), line(event.id), str(fate), line(why)
+        _say(level, facts, "consumer %s: event %s %s %s%s", *words)
+
+
+def _group_made(sender: str, stream: str, **_: Any) -> None:
+    facts = {"consumer": line(sender), "stream": line(stream), **fields.of_process()}
+    sentence = (
+        "consumer %s: stream %r had no group of this name, because it is new or Redis was wiped; "
+        "made one that reads from the begin. What was applied before is known by its mark."
+    )
+    _say(logging.WARNING, facts, sentence, line(sender), line(stream))
+
+
+def _consumer_troubled(sender: str, error: Exception, **_: Any) -> None:
+    facts = {"consumer": line(sender), **fields.of_process()}
+    _say(logging.WARNING, facts, "consumer %s: %s", line(sender), _what(error))
 
 
 def _alert_changed(sender: str, alert: Any, **_: Any) -> None:

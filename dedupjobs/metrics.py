@@ -33,6 +33,9 @@ def connect() -> None:
         (signals.messages_resent, _resent),
         (signals.operated, _operated),
         (signals.job_changed, _changed),
+        (signals.events_relayed, _relayed),
+        (signals.event_refused, _refused),
+        (signals.event_taken, _taken),
         (signals.job_invalidated, _invalidated),
     ):
         signals.hear(signal, receiver)
@@ -122,6 +125,20 @@ def _changed(changes: Sequence[Change], **_: Any) -> None:
 
 def _invalidated(**_: Any) -> None:
     counters.add("invalidations_received_total")
+
+
+def _relayed(sender: str, count: int, **_: Any) -> None:
+    counters.add("events_delivered_total", sender, number=count)
+
+
+def _refused(sender: str, dead: bool, **_: Any) -> None:
+    counters.add("events_refused_total", sender)
+    if dead:
+        counters.add("events_dead_total", sender)
+
+
+def _taken(sender: str, fate: str, **_: Any) -> None:
+    counters.add("inbox_messages_total", str(fate), sender)
 
 
 def _request_finished(**_: Any) -> None:

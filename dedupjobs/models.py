@@ -599,6 +599,149 @@ class ConcurrencyGroup(models.Model):
         return self.group_hash
 
 
+class EventStatus(models.TextChoices):
+    """Where an event is on its way to one target; ``outbox.shelf`` alone moves it."""
+
+    WAITING = "WAITING", _("waiting")
+    RETRYING = "RETRYING", _("waiting for a retry")
+    BEHIND = "BEHIND", _("behind an earlier one of its key")
+    DELIVERED = "DELIVERED", _("delivered")
+    DEAD = "DEAD", _("dead")
+    DROPPED = "DROPPED", _("dropped by a person")
+
+
+class OutboxEvent(models.Model):
+    """
+    An event on its way to one target; several targets have a row each.
+
+    Whoever publishes under a key lines up for it until his commit, so within a key the primary
+    keys are in the order of the commits. ``due_at`` is empty while nothing was tried; of what is
+    retried it is the next try, of what is over its end: one index serves all three.
+    """
+
+    event_id = models.CharField(_("event"), max_length=100)
+    target = models.CharField(_("target"), max_length=100)
+    name = models.CharField(_("name"), max_length=100)
+    key = models.CharField(_("key"), max_length=200, blank=True)
+    ordered = models.BooleanField(_("in order"), default=False)
+    payload = models.TextField(_("payload"), help_text=_("JSON."))
+    status = models.CharField(
+        _("status"), max_length=10, choices=EventStatus.choices, default=EventStatus.WAITING
+    )
+    tries = models.PositiveIntegerField(_("tries"), default=0)
+    error = models.TextField(_("last error"), blank=True)
+    traceparent = models.CharField(max_length=64, blank=True)
+    published_at = UtcDateTimeField(_("published"))
+    due_at = UtcDateTimeField(_("next try, or end"), null=True, blank=True)
+
+    class Meta:
+        verbose_name = _("event sent")
+        verbose_name_plural = _("events sent")
+        default_permissions = ("view",)
+        permissions = [
+            ("retry_outboxevent", _("Can retry and drop events")),
+            ("payload_outboxevent", _("Can view payloads of events")),
+        ]
+        constraints = [
+            models.UniqueConstraint(fields=["event_id", "target"], name="dedupjobs_one_event")
+        ]
+        indexes = [
+            # The row's pk decides last, so that those that were never tried stand in their order.
+            models.Index(fields=["target", "status", "due_at", "id"], name="dedupjobs_relay"),
+            models.Index(fields=["target", "key", "status", "id"], name="dedupjobs_in_order"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.event_id}"
+
+
+class EventLane(models.Model):
+    """What those who publish under a key lock on MySQL, which has no locks of a transaction."""
+
+    number = models.PositiveIntegerField(primary_key=True)
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return str(self.number)
+
+
+class Turn(models.Model):
+    """
+    Whose turn it is to send to a target, or to take in for a consumer that keeps an order.
+
+    ``position``: the last entry of a target's stream; ``again_*``: the rows that are to be sent
+    again: those behind one and up to another, delivered since a moment.
+    """
+
+    name = models.CharField(max_length=120)
+    owner = models.CharField(max_length=64, blank=True)
+    until = UtcDateTimeField()
+    position = models.CharField(max_length=64, blank=True)
+    again_after = models.PositiveBigIntegerField(null=True, blank=True)
+    again_to = models.PositiveBigIntegerField(null=True, blank=True)
+    again_since = UtcDateTimeField(null=True, blank=True)
+
+    class Meta:
+        default_permissions = ()
+        constraints = [models.UniqueConstraint(fields=["name"], name="dedupjobs_one_turn")]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class MessageStatus(models.TextChoices):
+    """What became of a message that a consumer got; ``inbox.marks`` alone moves it."""
+
+    APPLIED = "APPLIED", _("applied")
+    RETRYING = "RETRYING", _("waiting for a retry")
+    BEHIND = "BEHIND", _("behind an earlier one of its key")
+    HELD = "HELD", _("held for a person")
+    DROPPED = "DROPPED", _("dropped by a person")
+
+
+class InboxMessage(models.Model):
+    """
+    The mark that a consumer has applied an event, made in one transaction with the effect.
+
+    Of a message that is not applied yet the payload stands here, so that it needs no stream.
+    """
+
+    consumer = models.CharField(_("consumer"), max_length=100)
+    event_id = models.CharField(_("event"), max_length=100)
+    name = models.CharField(_("name"), max_length=100, blank=True)
+    key = models.CharField(_("key"), max_length=200, blank=True)
+    payload = models.TextField(_("payload"), blank=True, help_text=_("JSON, until it is applied."))
+    status = models.CharField(
+        _("status"), max_length=10, choices=MessageStatus.choices, default=MessageStatus.APPLIED
+    )
+    tries = models.PositiveIntegerField(_("tries"), default=0)
+    error = models.TextField(_("last error"), blank=True)
+    published_at = UtcDateTimeField(_("published"), null=True, blank=True)
+    received_at = UtcDateTimeField(_("received"))
+    due_at = UtcDateTimeField(_("next try, or end"))
+
+    class Meta:
+        verbose_name = _("event received")
+        verbose_name_plural = _("events received")
+        default_permissions = ("view",)
+        permissions = [
+            ("release_inboxmessage", _("Can release and drop received events")),
+            ("payload_inboxmessage", _("Can view payloads of received events")),
+        ]
+        constraints = [
+            models.UniqueConstraint(fields=["consumer", "event_id"], name="dedupjobs_one_mark")
+        ]
+        indexes = [
+            models.Index(fields=["consumer", "status", "due_at"], name="dedupjobs_taken"),
+            models.Index(fields=["consumer", "key", "status", "id"], name="dedupjobs_key_order"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.consumer} {self.event_id}"
+
+
 class Dashboard(ProcessedJob):
     """Gives the dashboard its place among the admin's pages; it has no table of its own."""
 

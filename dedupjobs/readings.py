@@ -17,7 +17,7 @@ from typing import Any
 from django.db import DatabaseError, InterfaceError
 from django.db.models import Count, Min
 
-from dedupjobs import coordinator, counters, criteria, dispatch, lifecycle, load
+from dedupjobs import coordinator, counters, criteria, dispatch, lifecycle, load, traffic
 from dedupjobs.alerts import book
 from dedupjobs.clock import DbNow
 from dedupjobs.counters import OTHER, Counts
@@ -91,6 +91,19 @@ GAUGES = {
             (),
         ),
         ("alerts", "Alerts that are open, by kind.", ("kind",)),
+        (
+            "events_due",
+            f"Events that are to be delivered ({traffic.COUNTED:,} of a state at the most).",
+            ("target",),
+        ),
+        (
+            "events_oldest_age_seconds",
+            "Since the oldest event that is to be delivered was published.",
+            ("target",),
+        ),
+        ("events_dead", "Events that were given up and wait for a person.", ("target",)),
+        ("inbox_retrying", "Messages that failed and are tried again.", ("consumer",)),
+        ("inbox_held", "Messages that wait for a person.", ("consumer",)),
         (
             "pressure_score",
             "How hard the system is pressed, from 0 to 1: the adaptive backoff's score; absent "
@@ -186,6 +199,7 @@ def _read_tables(found: _Found) -> None:
         found.duplicates = _duplicates()
         _read_leases(found)
         _read_alerts(found)
+        _read_events(found)
         found.gauge("database_up", 1)
     except (DatabaseError, InterfaceError):
         found.gauges.clear()  # all or nothing
@@ -230,6 +244,18 @@ def _read_alerts(found: _Found) -> None:
     last = load.last()
     if last is not None and load.age(last) <= load.OLD:
         found.gauge("pressure_score", last.score)
+
+
+def _read_events(found: _Found) -> None:
+    for going in traffic.outgoing():
+        target = counters.bounded_label("target", going.target)
+        found.gauge("events_due", going.due, target)
+        found.gauge("events_oldest_age_seconds", found.age(going.oldest), target)
+        found.gauge("events_dead", going.dead, target)
+    for coming in traffic.incoming():
+        consumer = counters.bounded_label("consumer", coming.consumer)
+        found.gauge("inbox_retrying", coming.retrying, consumer)
+        found.gauge("inbox_held", coming.held, consumer)
 
 
 def _duplicates() -> dict[Labels, int]:

@@ -65,6 +65,14 @@ call_turned_away = Signal()  # control (its number), key
 set_aside = Signal()  # job_pk, words: a due row may not run yet, and waits without a message
 recalled = Signal()  # count: rows that were set aside may run
 coordinator_failed = Signal()  # error
+event_published = Signal()  # event (envelope.Event); sender: its name; of targets with signal=True
+events_relayed = Signal()  # count; sender: the target
+event_refused = Signal()  # event, tries, dead, error; sender: the target, which did not take it
+target_away = Signal()  # error; sender: the target, which takes nothing at present
+events_again = Signal()  # cause ("wiped", "asked"); sender: the target, to which all go again
+event_taken = Signal()  # event (None: unreadable), fate (inbox.Fate), error; sender: the consumer
+group_made = Signal()  # stream; sender: the consumer, whose group was not there
+consumer_troubled = Signal()  # error; sender: the consumer
 alert_changed = Signal()  # alert (alerts.book.News); sender: its kind
 notice_dropped = Signal()  # channel, error: an alert's notice that could not be delivered
 

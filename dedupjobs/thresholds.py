@@ -29,6 +29,9 @@ KINDS = (
     "silent",
     "clocks",
     "untold",
+    "outbox_late",
+    "outbox_dead",
+    "inbox_held",
 )
 """All alerts that there are."""
 
@@ -38,40 +41,43 @@ MONTH = 30 * 86_400.0
 def seconds(default: float) -> Any:
     """Return a field that holds seconds, or takes a timedelta."""
     words = "give seconds from 0.001 to 2,592,000, or a timedelta."
-    return _field(default, lambda v: _is_number(_plain(v), 0.001, MONTH), words)
+    return checked(default, lambda v: is_number(plain(v), 0.001, MONTH), words)
 
 
 def number(default: float, *, low: float, high: float = 1e9) -> Any:
     """Return a field that holds a number between two bounds."""
     words = f"give a number from {low:g} to {high:,.0f}."
-    return _field(default, lambda v: _is_number(v, low, high), words)
+    return checked(default, lambda v: is_number(v, low, high), words)
 
 
 def count(default: int) -> Any:
     """Return a field that holds how many of something are too many."""
     words = "give a whole number of at least 1."
-    return _field(default, lambda v: type(v) is int and 1 <= v <= 10**9, words)
+    return checked(default, lambda v: type(v) is int and 1 <= v <= 10**9, words)
 
 
 def share(default: float) -> Any:
     """Return a field that holds a share of a whole."""
-    return _field(default, lambda v: _is_number(v, 0.001, 1.0), "give a share from 0.001 to 1.")
+    return checked(default, lambda v: is_number(v, 0.001, 1.0), "give a share from 0.001 to 1.")
 
 
 def flag(default: bool) -> Any:
     """Return a field that is on or off."""
-    return _field(default, lambda v: isinstance(v, bool), "give True or False.")
+    return checked(default, lambda v: isinstance(v, bool), "give True or False.")
 
 
-def _field(default: Any, fits: Any, words: str) -> Any:
+def checked(default: Any, fits: Any, words: str) -> Any:
+    """Return a field that holds what ``fits``; ``words``: what to give instead."""
     return field(default=default, metadata={"fits": fits, "words": words})
 
 
-def _is_number(value: Any, low: float, high: float) -> bool:
+def is_number(value: Any, low: float, high: float) -> bool:
+    """Whether this is a number between two bounds."""
     return type(value) in (int, float) and math.isfinite(value) and low <= value <= high
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a duration as seconds, anything else as it is."""
     return value.total_seconds() if isinstance(value, timedelta) else value
 
 
@@ -83,7 +89,8 @@ def _is_alias(value: Any) -> bool:
     return value is None or (isinstance(value, str) and bool(value))
 
 
-def _is_address(value: Any) -> bool:
+def is_address(value: Any) -> bool:
+    """Whether this is an http or https address, or None."""
     if value is None:
         return True
     try:
@@ -116,14 +123,17 @@ class Thresholds:
     REDIS_SLOW: float = seconds(0.1)  # for one command
     EVICTED: int = count(1)  # keys
     REDIS_FULL: float = share(0.9)  # of maxmemory
-    REPLICA: str | None = _field(None, _is_alias, "name an alias of DATABASES, or None.")
+    REPLICA: str | None = checked(None, _is_alias, "name an alias of DATABASES, or None.")
     REPLICA_LAG: float = seconds(10.0)
     SILENT: int = count(1)
     CLOCKS: float = seconds(1.0)  # between two clocks
     UNTOLD_FOR: float = seconds(60.0)  # that a notice could not be delivered
-    OFF: tuple[str, ...] = _field((), _is_kinds, f"give a tuple of kinds: {', '.join(KINDS)}.")
+    OUTBOX_LATE: float = seconds(60.0)  # since the oldest undelivered event was published
+    OUTBOX_DEAD: int = count(1)
+    INBOX_HELD: int = count(1)
+    OFF: tuple[str, ...] = checked((), _is_kinds, f"give a tuple of kinds: {', '.join(KINDS)}.")
     MAIL: bool = flag(True)  # to ADMINS
-    WEBHOOK: str | None = _field(None, _is_address, "give an http or https address, or None.")
+    WEBHOOK: str | None = checked(None, is_address, "give an http or https address, or None.")
     WEBHOOK_TIMEOUT: float = seconds(5.0)  # for one try, as a whole
 
 
@@ -149,4 +159,4 @@ def problems(kind: Any, given: Any, name: str) -> Iterator[str]:
 
 def made(kind: Any, given: Mapping[str, Any]) -> Any:
     """Return the thresholds; what is not given has its default."""
-    return kind(**{name: _plain(value) for name, value in given.items()})
+    return kind(**{name: plain(value) for name, value in given.items()})

@@ -62,6 +62,8 @@ OPTIONS = {
 
 CHECKS = {
     "E001": "A setting in DEDUPJOBS is unknown or can not be meant; the text names the cure.",
+    "E030": "A handler of events is for a consumer that INBOX lacks, or for the only one of "
+    "several.",
     "E007": 'RQ["WORKER_CLASS"] is no worker of RQ.',
     "W009": "Two settings, each right, that do not go together.",
 }
@@ -79,6 +81,7 @@ def page() -> str:
         *_section("Settings", _settings()),
         *_section("Options of @job", _options()),
         *_section("What you import", _public()),
+        *_section("Events", _events()),
         *_section("Errors", _errors()),
         *_section("States", _states()),
         *_section("Signals", _signals()),
@@ -168,6 +171,32 @@ def _public() -> Iterator[str]:
             yield from _callable(name, thing)
         else:
             yield "`timedelta.max`: for `unique_for`, a success answers for ever."
+
+
+def _events() -> Iterator[str]:
+    from dedupjobs import inbox, outbox, routes
+
+    yield "[What they are for, and what holds](events.md)."
+    for module, names in (
+        (outbox, ("publish", "publish_many")),
+        (inbox, ("handler", "take", "receive", "webhook_view")),
+    ):
+        for name in names:
+            function = getattr(module, name)
+            yield f"### {module.__name__.rpartition('.')[2]}.{name}"
+            yield from _callable(name, function)
+    notes = comments(routes)
+    for title, kind in (("target", routes.Target), ("consumer", routes.Consumer)):
+        yield f"A {title} in settings:"
+        rows = [
+            (_code(f.name), _code(repr(f.default)), notes.get(f.name) or _taken(f))
+            for f in fields(kind)
+        ]
+        yield _table(("option", "default", "meaning"), rows)
+
+
+def _taken(field: Any) -> str:
+    return str(field.metadata["words"]).rstrip(".")
 
 
 def _class(kind: type) -> Iterator[str]:

@@ -36,7 +36,10 @@ INSTALLED_APPS = [
 CACHES = {"default": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": REDIS_URL}}
 RQ_QUEUES = {"default": {"URL": REDIS_URL}}
 RQ = {"WORKER_CLASS": "dedupjobs.worker.DedupWorker"}
-DEDUPJOBS = {"DEFAULTS": {"lease": int(os.environ.get("JOB_LEASE_SECONDS", "60"))}}
+DEDUPJOBS = {
+    "DEFAULTS": {"lease": int(os.environ.get("JOB_LEASE_SECONDS", "60"))},
+    "OUTBOX": {"TARGETS": {"orders": {"stream": "orders"}}},
+}
 
 DATABASES = {
     "default": {

@@ -11,7 +11,7 @@ from django.test import override_settings
 
 from dedupjobs import conf
 from dedupjobs.alerts import rules
-from dedupjobs.alerts.rules import Found, Job, Queue, Server, Sight, Untold
+from dedupjobs.alerts.rules import Found, Job, Queue, Server, Sight, Target, Untold
 from dedupjobs.alerts.sight import Past, _surely
 from dedupjobs.alerts.watch import Patience
 from dedupjobs.thresholds import KINDS, Thresholds
@@ -94,6 +94,17 @@ TROUBLES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"untold": (Untold(channel="webhook", waiting=2, age=59, error=""),)},
         "webhook",
     ),
+    "outbox_late": (
+        {"targets": (Target(name="orders", due=1, age=60),)},
+        {"targets": (Target(name="orders", due=1, age=59), Target(name="audit"))},
+        "orders",
+    ),
+    "outbox_dead": (
+        {"targets": (Target(name="orders", dead=1),)},
+        {"targets": (Target(name="orders", dead=0),)},
+        "orders",
+    ),
+    "inbox_held": ({"inbox_held": {"ledger": 1}}, {"inbox_held": {"ledger": 0}}, "ledger"),
 }
 
 

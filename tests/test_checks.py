@@ -15,9 +15,10 @@ from django.db import connection, connections
 from django.test.utils import override_settings
 
 from dedupjobs import FOREVER, dispatch, job, registry
+from dedupjobs.inbox import handlers
 from dedupjobs.models import ProcessedJob
 from tests import live
-from tests.app import jobs
+from tests.app import events, jobs
 from tests.rows import alter, tables_missing
 from tests.servers import free_port
 
@@ -480,6 +481,20 @@ def test_redis_that_does_not_answer_is_w006_at_deploy_only() -> None:
     with override_settings(RQ_QUEUES=queues):
         assert "'high'" in only("dedupjobs.W006", deploy=True).msg
         assert found() == {}
+
+
+def test_handler_of_a_consumer_that_nobody_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "_handlers", {})
+    events.register()
+    message = only("dedupjobs.E030")
+    assert "takes 'order.*' for consumer 'audit', which INBOX['CONSUMERS'] lacks" in message.msg
+
+
+def test_target_that_calls_what_can_not_be_imported() -> None:
+    given = {"OUTBOX": {"TARGETS": {"a": {"call": "shop.nothing"}}}}
+    with override_settings(DEDUPJOBS=given):
+        message = only("dedupjobs.E031")
+    assert "Target a calls 'shop.nothing', which can not be imported" in message.msg
 
 
 def test_every_check_has_a_test_here() -> None:

@@ -52,6 +52,8 @@ def test_defaults_are_those_of_the_design() -> None:
         "DEFAULTS": {},
         "ALERTS": {},
         "PRESSURE": {},
+        "OUTBOX": {},
+        "INBOX": {},
     }
 
 

@@ -13,6 +13,7 @@ from django.core.management import get_commands, load_command_class
 from django.urls import resolve
 
 from dedupjobs import conf, registry
+from dedupjobs.inbox import handlers
 from docs import generate
 
 TESTS = Path(__file__).parent
@@ -22,7 +23,8 @@ PAGES = [page for page in sorted(DOCS.glob("*.md")) if ">>> " in page.read_text(
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_page_shows_what_really_happens(page: Path) -> None:
+def test_page_shows_what_really_happens(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "_handlers", {})
     before = set(registry.names())
     test = doctest.DocTestParser().get_doctest(
         page.read_text().replace("```", ""), {"__name__": f"docs_{page.stem}"}, page.name, None, 0

@@ -12,9 +12,10 @@ from django.contrib import admin
 
 from dedupjobs.admin.controls import ControlAdmin
 from dedupjobs.admin.dashboard import DashboardAdmin
+from dedupjobs.admin.events import InboxMessageAdmin, OutboxEventAdmin
 from dedupjobs.admin.jobs import ProcessedJobAdmin
 from dedupjobs.admin.plain import PLAIN
-from dedupjobs.models import Control, Dashboard, ProcessedJob
+from dedupjobs.models import Control, Dashboard, InboxMessage, OutboxEvent, ProcessedJob
 
 __all__ = ["ProcessedJobAdmin", "register"]
 
@@ -24,6 +25,8 @@ def register(site: admin.AdminSite) -> None:
     site.register(ProcessedJob, ProcessedJobAdmin)
     site.register(Dashboard, DashboardAdmin)
     site.register(Control, ControlAdmin)
+    site.register(OutboxEvent, OutboxEventAdmin)
+    site.register(InboxMessage, InboxMessageAdmin)
     for model, kind in PLAIN.items():
         site.register(model, kind)
 

@@ -9,18 +9,13 @@ and shows as the alert ``untold``.
 
 from __future__ import annotations
 
-import http.client
 import json
-import socket
-import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 from django.core.mail import mail_admins
 
-from dedupjobs import clock, conf, signals
+from dedupjobs import conf, posting, signals
 from dedupjobs.alerts import book
 from dedupjobs.alerts.book import MAIL, WEBHOOK
 from dedupjobs.clock import DbNow
@@ -29,10 +24,6 @@ from dedupjobs.visible import line
 TRIES = 12  # about half an hour
 LONGEST_PAUSE = 300.0  # seconds
 MAIL_TIMEOUT = 60.0  # seconds after which another coordinator may try, too
-
-
-class Refused(Exception):
-    """The webhook has answered something else than 2xx."""
 
 
 def deliver(channel: str) -> int:
@@ -87,37 +78,9 @@ def _mail(body: str) -> None:
 
 
 def _post(body: str) -> None:
-    """
-    POST to the webhook; raises whatever is wrong.
-
-    WEBHOOK_TIMEOUT bounds the whole: a socket's own time-out would begin anew with every byte.
-    """
+    """POST to the webhook; raises whatever is wrong."""
     told = conf.alerts()
-    parts = urlsplit(told.WEBHOOK or "")
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=told.WEBHOOK_TIMEOUT)
-    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    headers = {"Content-Type": "application/json", "User-Agent": "dedupjobs"}
-    over = threading.Event()
-    try:
-        connection.connect()
-        join = clock.start(lambda: _cut_off(connection.sock, over), name="dedupjobs-webhook-limit")
-        try:
-            connection.request("POST", path, body.encode(), headers)
-            status = connection.getresponse().status
-        finally:
-            over.set()
-            join(told.WEBHOOK_TIMEOUT)
-    finally:
-        connection.close()
-    if status // 100 != 2:  # noqa: PLR2004
-        raise Refused(f"it answered {status}")
-
-
-def _cut_off(sock: Any, over: threading.Event) -> None:
-    if not clock.wait(over, conf.alerts().WEBHOOK_TIMEOUT):
-        with suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
+    posting.post(told.WEBHOOK or "", body, {}, timeout=told.WEBHOOK_TIMEOUT)
 
 
 SEND: dict[str, Callable[[str], None]] = {MAIL: _mail, WEBHOOK: _post}

@@ -88,6 +88,16 @@ class Untold:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Who gets events. ``age``: seconds since the oldest undelivered one was published."""
+
+    name: str
+    due: int = 0
+    age: float = 0.0
+    dead: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sight:
     """
     All that was seen in one look. Counts by job are of rows as they stand, ``locks_lost`` WITHIN
@@ -105,6 +115,8 @@ class Sight:
     clocks: Mapping[str, float] = field(default_factory=dict)
     lags: Mapping[str, float] = field(default_factory=dict)
     untold: tuple[Untold, ...] = ()
+    targets: tuple[Target, ...] = ()
+    inbox_held: Mapping[str, int] = field(default_factory=dict)
 
 
 Rule = Callable[[Sight, Thresholds], Iterable[Found] | None]
@@ -363,6 +375,48 @@ def untold(sight: Sight, told: Thresholds) -> Iterable[Found]:
             )
 
 
+# ---- events
+
+
+def outbox_late(sight: Sight, told: Thresholds) -> Iterable[Found]:
+    for target in sight.targets:
+        if target.due and target.age >= told.OUTBOX_LATE:
+            yield Found(
+                subject=target.name,
+                words=f"{target.due} event(s) wait for target {target.name}, the oldest for "
+                f"{target.age:.0f} s.",
+                cure="`manage.py dedupjobs_outbox status`, and the admin's list of events sent: "
+                "the target is away, refuses one whose key the others have, or no coordinator "
+                "with this target in its settings is at work. Nothing is lost.",
+                weight=target.age,
+            )
+
+
+def outbox_dead(sight: Sight, told: Thresholds) -> Iterable[Found]:
+    for target in sight.targets:
+        if target.dead >= told.OUTBOX_DEAD:
+            yield Found(
+                subject=target.name,
+                words=f"{target.dead} event(s) for target {target.name} DEAD.",
+                cure="Later events of their keys wait for them. See the last error in the list of "
+                "events sent, then retry or drop them.",
+                severity=Severity.WARNING,
+                weight=target.dead,
+            )
+
+
+def inbox_held(sight: Sight, told: Thresholds) -> Iterable[Found]:
+    for consumer, number in sight.inbox_held.items():
+        if number >= told.INBOX_HELD:
+            yield Found(
+                subject=consumer,
+                words=f"{number} message(s) of consumer {consumer} HELD.",
+                cure="See the reason in the list of events received, then release or drop them.",
+                severity=Severity.WARNING,
+                weight=number,
+            )
+
+
 RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
@@ -384,6 +438,9 @@ RULES: dict[str, Rule] = {
         silent,
         clocks,
         untold,
+        outbox_late,
+        outbox_dead,
+        inbox_held,
     )
 }
 

@@ -30,9 +30,10 @@ from dedupjobs import (
     load,
     pressure,
     summaries,
+    traffic,
 )
 from dedupjobs.alerts import book
-from dedupjobs.alerts.rules import Job, Queue, Server, Sight, Untold
+from dedupjobs.alerts.rules import Job, Queue, Server, Sight, Target, Untold
 from dedupjobs.exceptions import UnknownQueue
 from dedupjobs.models import DuplicateCount, Status, Watch
 from dedupjobs.pressure import Load
@@ -110,6 +111,8 @@ class Looker:
             clocks={"the database": _ahead(), **{_of(s): s.ahead for s in servers}},
             lags={**dict(_database_lag()), **{_of(s): s.lag for s in servers}},
             untold=tuple(_untold(at)),
+            targets=tuple(_targets(at)),
+            inbox_held={seen.consumer: seen.held for seen in traffic.incoming()},
         )
         measured = Load(
             delay=_delay(points, queues, at),
@@ -178,6 +181,15 @@ class Looker:
         by_job = {job: number for (job,), number in counts.items()}
         self.locks_lost.note(now, by_job, kept=conf.alerts().WITHIN)
         return {job: gained for job in by_job if (gained := self.locks_lost.gained(job))}
+
+
+# ---- events
+
+
+def _targets(now: datetime) -> Iterator[Target]:
+    for seen in traffic.outgoing():
+        age = (now - seen.oldest).total_seconds() if seen.oldest else 0.0
+        yield Target(name=seen.target, due=seen.due, age=age, dead=seen.dead)
 
 
 # ---- rows

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from django.db import OperationalError, connections, router
-from django.db.models import F, QuerySet
+from django.db.models import F, Model, QuerySet
 
 from dedupjobs import clock
 from dedupjobs.clock import DbNow
@@ -164,14 +164,14 @@ def names() -> list[str]:
     return values_of("name", most=MOST_NAMES)
 
 
-def values_of(column: str, *, most: int) -> list[str]:
+def values_of(column: str, *, most: int, model: type[Model] = ProcessedJob) -> list[str]:
     """
-    Return the different values of an indexed column of jobs, sorted, ``most`` of them.
+    Return the different values of an indexed column, sorted, ``most`` of them; of jobs' rows.
 
     Hops through the index from value to value, where DISTINCT would read all of it.
     """
     connection = connections[alias()]
-    table, name = map(connection.ops.quote_name, (ProcessedJob._meta.db_table, column))
+    table, name = map(connection.ops.quote_name, (model._meta.db_table, column))
     sql = f"""
         WITH RECURSIVE hop (value, number) AS (
             SELECT MIN({name}), 1 FROM {table}

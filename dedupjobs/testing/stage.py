@@ -11,7 +11,7 @@ from django.test import utils
 from redis import Connection, ConnectionPool, Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from dedupjobs import cache, counters, dispatch, invalidation, locks, stats, wire
+from dedupjobs import bell, cache, counters, dispatch, invalidation, locks, stats, streams, wire
 from dedupjobs.exceptions import OutsideTests
 
 
@@ -51,5 +51,5 @@ def _listen_to_nobody() -> None: ...
 
 
 def _forget_clients() -> None:
-    for door in (dispatch, locks, stats, counters, cache):
+    for door in (dispatch, locks, stats, counters, cache, bell, streams):
         door.forget_clients()

@@ -2,7 +2,7 @@
 Run the demo: python -m project.demo
 
 Its last line of output is one JSON object, and its exit status is 1 if anything was charged
-twice or lost. On a terminal the shop then stays open until Ctrl-C; ONCE=1 prevents that.
+or booked twice, or lost. On a terminal the shop then stays open until Ctrl-C; ONCE=1 prevents that.
 Where there is no embedded server, REDIS_URL names an empty database of yours.
 """
 # ruff: noqa: PLC0415 - what imports models can be imported only once Django is set up
@@ -52,7 +52,7 @@ def _demo(stack: Stack) -> int:
 
     story = Story(stack=stack)
     story.play()
-    found = report.numbers(story.answers, story.faults, time.monotonic() - started)
+    found = report.numbers(story.answers, story.faults, stack, time.monotonic() - started)
     print(f"\n{report.table(found, story.answers, story.faults, stack)}\n")
     print(found.line(), flush=True)
     if sys.stdout.isatty() and os.environ.get("ONCE") != "1":
@@ -62,7 +62,10 @@ def _demo(stack: Stack) -> int:
 
 def _start(stack: Stack) -> None:
     os.environ.update(stack.environment())
-    print("Starting a Redis server, the payment service, the shop and two workers ...", flush=True)
+    print(
+        "Starting a Redis server, the payment service, the shop, two workers, a ledger ...",
+        flush=True,
+    )
     stack.start_servers()
     import django
     from django.core.management import call_command

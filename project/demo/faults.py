@@ -1,6 +1,6 @@
 """
-What goes wrong on purpose: a worker and a work horse die by kill -9 in mid-charge, and
-Redis forgets everything.
+What goes wrong on purpose: a worker and a work horse die by kill -9 in mid-charge, so does
+the ledger at whatever it does, and Redis forgets everything.
 
 The kills are timed by the payment service's own record: it has written a charge down and
 not yet answered, so the money has moved and nobody on our side knows.
@@ -52,6 +52,7 @@ class Faults:
         started = time.monotonic()
         plans = [
             (plan.KILL_WORKER_AT, lambda: self._kill_in_mid_charge(whole_worker=True)),
+            (plan.KILL_LEDGER_AT, self._kill_ledger),
             (plan.KILL_HORSE_AT, lambda: self._kill_in_mid_charge(whole_worker=False)),
             (plan.WIPE_REDIS_AT, self._wipe_redis),
         ]
@@ -96,6 +97,10 @@ class Faults:
             worker.popen.wait()
             self.tell(f"started {self.stack.start_worker().name} in its place")
         return in_mid_charge
+
+    def _kill_ledger(self) -> None:
+        self.stack.ledger_process().popen.kill()
+        self.tell("kill -9 the ledger, which takes events in")
 
     def _wipe_redis(self) -> None:
         waiting = ProcessedJob.objects.filter(status__in=WAITING)

@@ -20,8 +20,9 @@ CLIENTS = 12
 SHOPPERS = 6
 
 # Seconds after the stream's start. The worker dies first: its recovery takes longest. All
-# three fall where the two workers are behind, so that jobs are waiting when Redis is wiped.
+# of it falls where the two workers are behind, so that jobs are waiting when Redis is wiped.
 KILL_WORKER_AT = 4.0
+KILL_LEDGER_AT = 6.0
 KILL_HORSE_AT = 8.0
 WIPE_REDIS_AT = 12.0
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from dedupjobs.models import JobAttempt, ProcessedJob, Status
-from project.demo import faults
+from project.demo import faults, ledger
 from project.demo.faults import Faults, Kill
 from project.demo.replay import Answer
 from project.demo.stack import Stack
@@ -33,21 +33,27 @@ class Numbers:
     charged: int
     charged_twice: int
     lost: int
+    events_sent: int
+    events_delivered: int
+    events_applied: int
+    events_applied_twice: int
     worker_kills: int
     recovery_seconds_max: float | None
     seconds: float
 
     @property
     def good(self) -> bool:
-        return self.charged_twice == 0 and self.lost == 0
+        once = self.charged_twice == 0 and self.events_applied_twice == 0
+        return once and self.lost == 0 and self.events_applied == self.events_sent
 
     def line(self) -> str:
         return json.dumps(asdict(self))
 
 
-def numbers(answers: list[Answer], struck: Faults, seconds: float) -> Numbers:
+def numbers(answers: list[Answer], struck: Faults, stack: Stack, seconds: float) -> Numbers:
     verdicts = Counter(answer.verdict for answer in answers)
     charged = Counter(charge["order"] for charge in faults.charges())
+    entries = ledger.entries(stack.ledger)
     recoveries = [recovery_seconds(kill) for kill in struck.kills]
     return Numbers(
         deliveries=len(answers),
@@ -58,6 +64,10 @@ def numbers(answers: list[Answer], struck: Faults, seconds: float) -> Numbers:
         charged=len(charged),
         charged_twice=sum(times > 1 for times in charged.values()),
         lost=len(lost_payments(answers, charged)),
+        events_sent=ledger.sent(),
+        events_delivered=ledger.delivered(),
+        events_applied=len(entries),
+        events_applied_twice=sum(times > 1 for times in entries.values()),
         worker_kills=len(struck.kills),
         recovery_seconds_max=max((one for one in recoveries if one is not None), default=None),
         seconds=round(seconds, 1),
@@ -110,6 +120,11 @@ def table(found: Numbers, answers: list[Answer], struck: Faults, stack: Stack) -
         ("lost", found.lost, "accepted, but not charged, receipted and invoiced"),
         ("receipts mailed", receipts_mailed(stack), "at least once each"),
         ("invoices booked", Invoice.objects.count(), "exactly once each"),
+        ("", "", ""),
+        ("events sent", found.events_sent, "order.paid, with the invoice's transaction"),
+        ("events delivered", found.events_delivered, "to a Redis stream"),
+        ("events applied", found.events_applied, "by the ledger, a service of its own"),
+        ("events applied twice", found.events_applied_twice, ""),
         ("", "", ""),
         ("attempts", JobAttempt.objects.count(), _endings()),
     ]

@@ -75,6 +75,7 @@ class Stack:
         self.redis_url = os.environ.get("REDIS_URL") or f"redis://127.0.0.1:{self.redis_port}/0"
         self.shop_url = f"http://127.0.0.1:{self.shop_port}"
         self.mail_folder = folder / "mail"
+        self.ledger = folder / "ledger.sqlite3"
         self.webhook_secret = secrets.token_hex()
 
     def __enter__(self) -> Stack:
@@ -102,6 +103,7 @@ class Stack:
             "EMAIL_DIR": str(self.mail_folder),
             "PAYMENT_SERVICE_URL": f"http://127.0.0.1:{self.service_port}",
             "WEBHOOK_SECRET": self.webhook_secret,
+            "LEDGER_DB": str(self.ledger),
             "JOB_LEASE_SECONDS": str(plan.LEASE_SECONDS),
             "PYTHONUNBUFFERED": "1",
         }
@@ -124,7 +126,20 @@ class Stack:
         web = self.processes[-1]
         for _ in range(plan.WORKERS):
             self.start_worker()
+        self.start_ledger()
         self._wait_for_port(web, self.shop_port)
+
+    def start_ledger(self) -> None:
+        """Start the second service: its tables, and what takes events in."""
+        settings = ["--settings", "project.ledger.settings"]
+        command = [sys.executable, "manage.py", "migrate", "--verbosity", "0", *settings]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=plan.START_WITHIN_SECONDS)
+        self._python("ledger", "manage.py", "dedupjobs_consume", *settings)
+
+    def ledger_process(self) -> Process:
+        """Return the process that takes events in."""
+        alive = [p for p in self.processes if p.name == "ledger" and p.popen.poll() is None]
+        return alive[-1]
 
     def start_worker(self) -> Process:
         self.workers_started += 1

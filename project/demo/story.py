@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from django.db.models import Count
 
 from dedupjobs.models import ACTIVE, ProcessedJob, Status
-from project.demo import faults, plan
+from project.demo import faults, ledger, plan
 from project.demo.faults import Faults
 from project.demo.replay import Answer, Provider, Shoppers, recorded_deliveries
 from project.demo.stack import Stack
@@ -76,9 +76,10 @@ class Story:
         line.draw()
 
     def _settle(self, line: LiveLine) -> None:
-        """Wait until no job is active any more; what still is by then counts as lost."""
+        """Wait until no job is active and no event on its way; what is by then counts as lost."""
         deadline = time.monotonic() + plan.SETTLE_WITHIN_SECONDS
-        while ProcessedJob.objects.filter(status__in=ACTIVE).exists():
+        active = ProcessedJob.objects.filter(status__in=ACTIVE)
+        while active.exists() or ledger.is_behind(self.stack.ledger):
             if time.monotonic() > deadline:
                 return
             self._tick(line)

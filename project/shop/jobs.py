@@ -3,7 +3,8 @@ What the shop does in the background: charge, then send a receipt and book an in
 
     charge        calls a service outside our database, in a step: asks it before it charges again
     send_receipt  sends an e-mail: twice does no harm, so it takes no precautions
-    book_invoice  writes our own database: in the transaction that ends the job
+    book_invoice  writes our own database, and tells others by an event: in the transaction that
+                  ends the job
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from django.core.mail import send_mail
 from django.db import IntegrityError, transaction
 from django.utils import timezone
 
-from dedupjobs import FOREVER, Done, NotDone, current_attempt, job
+from dedupjobs import FOREVER, Done, NotDone, current_attempt, job, outbox
 from project.shop import payments
 from project.shop.models import Invoice, Order
 
@@ -84,7 +85,9 @@ def send_receipt(*, payment_id: str) -> None:
 # the beats of all jobs. One second is a third of three, and the demo's lease is five.
 @job(key="invoice:{payment_id}", unique_for=FOREVER, atomic=True, timeout=1)
 def book_invoice(*, payment_id: str, amount: str) -> dict[str, int]:
-    """Book the invoice exactly once: it commits together with the job's own ending."""
+    """
+    Book the invoice, and tell the ledger, exactly once: both commit with the job's own ending.
+    """
     order = Order.objects.get(payment_id=payment_id)
     try:
         with transaction.atomic():  # a savepoint: a refused INSERT must not spoil the job's own
@@ -93,4 +96,6 @@ def book_invoice(*, payment_id: str, amount: str) -> dict[str, int]:
         # Somebody booked it by hand, which the table's own constraint tells us. The invoice
         # exists, which is all this job is for: nothing failed.
         invoice = Invoice.objects.get(order=order)
+    paid = {"payment": payment_id, "amount": amount, "invoice": invoice.number}
+    outbox.publish("order.paid", paid, key=payment_id)
     return {"invoice": invoice.pk}

@@ -7,6 +7,7 @@ written by different processes at different moments, so neither covers up for th
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import groupby, pairwise
@@ -21,11 +22,12 @@ from dedupjobs.models import (
     JobAttempt,
     JobStep,
     Kind,
+    OutboxEvent,
     ProcessedJob,
     Status,
     StepState,
 )
-from tests.faults.app.models import Effect
+from tests.faults.app.models import Applied, Effect
 
 Lines = list[dict[str, Any]]
 
@@ -55,6 +57,8 @@ def violations(lines: Lines) -> list[str]:
         *overlapping(attempts),
         *miscounted(rows, attempts),
         *outdated(lines),
+        *untold(effects),
+        *told_wrongly(),
         *leaks(),
     ]
 
@@ -239,6 +243,31 @@ def outdated(lines: Lines) -> Iterator[str]:
         _, last = ran.get(tag, (0, 0))
         if last < number:
             yield f"I11: {tag} ran {last} last, and {number} was accepted"
+
+
+def untold(effects: list[Effect]) -> Iterator[str]:
+    """I13: an effect and its event are committed together."""
+    made = Counter(effect.tag for effect in effects if _kind(effect.tag) in ONCE)
+    events = OutboxEvent.objects.values_list("payload", flat=True)
+    published = Counter(json.loads(payload)["tag"] for payload in events)
+    for tag in made | published:
+        if made[tag] != published[tag]:
+            yield f"I13: {tag} has {made[tag]} effects and {published[tag]} events"
+
+
+def told_wrongly() -> Iterator[str]:
+    """I13: each event has had its effect once, those of a key in the order of their commits."""
+    applied = list(Applied.objects.order_by("pk").values_list("event_id", flat=True))
+    times = Counter(applied)
+    events = list(OutboxEvent.objects.order_by("pk"))
+    for event in events:
+        if times[event.event_id] != 1:
+            words = f"{times[event.event_id]} times"
+            yield f"I13: {event.payload} was applied {words}; it is {event.status}"
+    one_key = [event.event_id for event in events if event.key == "completing"]
+    known = set(one_key)
+    if [event_id for event_id in dict.fromkeys(applied) if event_id in known] != one_key:
+        yield "I13: events of one key were applied in another order than they were committed in"
 
 
 def leaks() -> Iterator[str]:

@@ -244,13 +244,15 @@ def _calm(stage: Stage) -> float:
     begun = time.monotonic()
     stage.wait_until(lambda: not stage.active(), stage.bound)
     quiet = time.monotonic() - begun
+    stage.wait_until(stage.told, stage.bound)
     stage.pause(6)  # the locks of the last ones go with their leases, at the latest
     return quiet
 
 
 def _judge(stage: Stage) -> dict[str, Any]:
-    from dedupjobs.models import JobAttempt, ProcessedJob
+    from dedupjobs.models import JobAttempt, OutboxEvent, ProcessedJob
     from tests.faults import judge, ledger, recovery
+    from tests.faults.app.models import Applied
 
     lines = ledger.read()
     strikes = [line for line in lines if line["what"] == "strike"]
@@ -268,6 +270,8 @@ def _judge(stage: Stage) -> dict[str, Any]:
         "outcomes": Counter(JobAttempt.objects.values_list("outcome", flat=True)),
         "late": late,
         "effects": sum(line["what"] == "effect" for line in lines),
+        "events": OutboxEvent.objects.count(),
+        "applied": Applied.objects.count(),
         "kills": sum("kill" in line["action"] for line in strikes)
         + sum(line["action"] == "kill all" for line in strikes),
         "kinds": kinds,

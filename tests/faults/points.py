@@ -17,7 +17,9 @@ HORSE = (
 COORDINATOR = (
     *("mark_sent.before", "push.before", "push.after"),
     *("reclaim.before", "reclaim.between", "reclaim.uncommitted", "reclaim.committed"),
+    *("relay.before", "relay.after"),
 )
+CONSUMER = ("inbox.marked", "inbox.handled", "inbox.committed", "inbox.ack")
 ENQUEUER = (
     *("enqueue.read", "enqueue.inserted", "reopen.before", "replace.before", "rerun.before"),
     *("push.before", "push.after", "mark_unsent.before", "cache.leased", "cache.loaded"),
@@ -48,6 +50,7 @@ def by_role(worker: str, database: str) -> list[tuple[str, str]]:
     pairs = [(runner, point) for point in HORSE if point not in passed]
     pairs += [("coordinator", point) for point in COORDINATOR]
     pairs += [("enqueuer", point) for point in ENQUEUER]
+    pairs += [("consumer", point) for point in CONSUMER]
     if "dedupjobs" in worker:
         pairs += [("worker", point) for point in PARENT]
     return pairs

@@ -10,4 +10,9 @@ INSTALLED_APPS = [*(app for app in SUITE if app != "tests.app"), "tests.faults.a
 MIGRATION_MODULES = {"faults": None}
 
 # The admin's own job, too: a host that is gone holds its row as long as the longest time-out.
-DEDUPJOBS = {**OURS, "DEFAULTS": {"timeout": 6}}
+DEDUPJOBS = {
+    **OURS,
+    "DEFAULTS": {"timeout": 6},
+    "OUTBOX": {"TARGETS": {"stage": {"stream": "events"}}},
+    "INBOX": {"CONSUMERS": {"stage": {"stream": "events", "ordered": True, "attempts": 1_000}}},
+}

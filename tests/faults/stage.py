@@ -22,13 +22,23 @@ import psutil
 
 from dedupjobs import lifecycle
 from dedupjobs.clock import DbNow
-from dedupjobs.models import ACTIVE, WAITING, JobAttempt, ProcessedJob, Status
+from dedupjobs.models import (
+    ACTIVE,
+    WAITING,
+    EventStatus,
+    JobAttempt,
+    OutboxEvent,
+    ProcessedJob,
+    Status,
+)
 from tests.faults import arming, enqueuer, ledger
 from tests.faults.app.jobs import LEASE
+from tests.faults.app.models import Applied
 from tests.faults.house import House, faketime
 
 WORKERS = 3
 ENQUEUERS = 1
+CONSUMERS = 2  # of which one has its turn
 STOCK_COORDINATORS = 2
 SHORT_LIFE = 2.0  # seconds; a stock worker ends at once where Redis is away
 MOST_FAILURES = 20
@@ -117,6 +127,8 @@ class Stage:
                 self.add("coordinator", "dedupjobs_coordinator")
         for _ in range(ENQUEUERS):
             self.add("enqueuer")
+        for _ in range(CONSUMERS):
+            self.add("consumer", "dedupjobs_consume")
         # Of its own, since a stopped process may hold the database that the stage waits for.
         self._minder = threading.Thread(target=self._mind, daemon=True)
         self._minder.start()
@@ -392,12 +404,22 @@ class Stage:
                     found.append((process.pid, " ".join(process.cmdline())[:100]))
         return found
 
+    def told(self) -> bool:
+        """Return whether all events have had their effect, as far as that can be counted."""
+        events = OutboxEvent.objects.count()
+        return Applied.objects.count() >= events and not undelivered().exists()
+
     def active(self) -> int:
         return ProcessedJob.objects.filter(status__in=ACTIVE).count()
 
     def running(self) -> list[int]:
         rows = ProcessedJob.objects.filter(status=Status.RUNNING)
         return list(rows.values_list("pk", flat=True)[:200])
+
+
+def undelivered() -> Any:
+    """Return the events that are on their way."""
+    return OutboxEvent.objects.exclude(status=EventStatus.DELIVERED)
 
 
 def _may_start(actor: Actor) -> bool:

@@ -13,10 +13,12 @@ from django.conf import settings
 from django.db.models import F
 
 from dedupjobs import runner
-from dedupjobs.models import JobAttempt, JobStep, ProcessedJob, Status
+from dedupjobs.inbox.reading import Reader
+from dedupjobs.models import JobAttempt, JobStep, OutboxEvent, ProcessedJob, Status
+from dedupjobs.outbox.relay import relay_all
 from tests.faults import enqueuer, judge, ledger, points, recovery
 from tests.faults.app import jobs
-from tests.faults.app.models import Effect
+from tests.faults.app.models import Applied, Effect
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -32,6 +34,10 @@ def _good_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         pk = enqueuer.call(kind, f"{kind}.x", 1)
         assert pk is not None
         runner.deliver(pk, 1, owner=f"owner of {kind}")
+    relay_all()
+    reader = Reader("stage")
+    while reader.round(block=0.01):
+        pass
     with redis.Redis.from_url(settings.RQ_URL) as client:
         client.flushdb()
     yield
@@ -96,6 +102,15 @@ def keep_for_ever() -> None:
         client.set(":1:dedupjobs:lock:{1}", "1:nobody")
 
 
+def apply_last(*, keep: bool) -> None:
+    """Let the first event of a key be applied after the last one, once more or only then."""
+    OutboxEvent.objects.update(key="completing")
+    first = Applied.objects.order_by("pk")[0]
+    Applied.objects.create(event_id=first.event_id, tag=first.tag)
+    if not keep:
+        first.delete()
+
+
 def roll_back() -> None:
     jobs.plain.enqueue(tag="plain.undone")
     ProcessedJob.objects.filter(key="plain.undone").delete()
@@ -137,6 +152,10 @@ BREACHES: dict[str, tuple[str, Callable[[], object]]] = {
     "older after newer": ("I11", lambda: effect_line("latest", number=0, fence=10**6)),
     "two keys": ("I12", lambda: effect_line("plain", key="another", fence=10**6)),
     "key without end": ("I8", keep_for_ever),
+    "event missing": ("I13", lambda: OutboxEvent.objects.filter(key="completing").delete()),
+    "event not applied": ("I13", lambda: Applied.objects.filter(tag="atomic.x").delete()),
+    "event applied twice": ("I13", lambda: apply_last(keep=True)),
+    "events out of order": ("I13", lambda: apply_last(keep=False)),
 }
 
 

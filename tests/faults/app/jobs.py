@@ -13,7 +13,7 @@ from typing import Any
 
 from django.db import transaction
 
-from dedupjobs import FOREVER, Done, NotDone, current_attempt, job
+from dedupjobs import FOREVER, Done, NotDone, current_attempt, inbox, job, outbox
 from tests.faults import ledger
 
 LEASE = float(os.environ.get("FAULTS_LEASE", "5"))
@@ -53,6 +53,19 @@ def outside(tag: str, number: int = 0) -> None:
     )
 
 
+def tell(tag: str, *, key: str) -> None:
+    """Tell others of it, in the present transaction."""
+    outbox.publish("effect.made", {"tag": tag}, key=key)
+
+
+@inbox.handler("effect.made", consumer="stage")
+def apply(event: inbox.Event) -> None:
+    """Have the effect of an event where it is consumed."""
+    from tests.faults.app.models import Applied
+
+    Applied.objects.create(event_id=event.id, tag=event.payload["tag"])
+
+
 def inside(tag: str, number: int = 0) -> None:
     """Have an effect in the present transaction."""
     from tests.faults.app.models import Effect
@@ -73,6 +86,7 @@ def plain(*, tag: str, work: float = 0) -> str:
 @job(key="{tag}", unique_for=FOREVER, atomic=True, **{**OPTIONS, "timeout": ATOMIC_TIMEOUT})
 def atomic(*, tag: str) -> None:
     inside(tag)
+    tell(tag, key=tag)
 
 
 @job(key="{tag}", unique_for=FOREVER, **OPTIONS)
@@ -80,6 +94,7 @@ def completing(*, tag: str) -> None:
     outside(tag)
     with transaction.atomic():
         inside(tag)
+        tell(tag, key="completing")  # all of them in the order of their commits
         current_attempt().complete(tag)
 
 

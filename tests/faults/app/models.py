@@ -16,3 +16,13 @@ class Effect(models.Model):
 
     def __str__(self) -> str:
         return f"{self.tag} by {self.fence}"
+
+
+class Applied(models.Model):
+    """What an event has done where it was consumed; not unique either."""
+
+    event_id = models.CharField(max_length=100, db_index=True)
+    tag = models.CharField(max_length=100)
+
+    def __str__(self) -> str:
+        return f"{self.tag} by {self.event_id}"
