@@ -168,6 +168,38 @@ class Valkey(Server):
             return False
 
 
+class Sentinel(Valkey):
+    """Watches over one primary, called ``SERVICE``, with ``quorum - 1`` others at least."""
+
+    SERVICE = "jobs"
+
+    def __init__(self, primary: Valkey, *, quorum: int = 1) -> None:
+        super().__init__(bundled=True)
+        self.primary = primary
+        self.quorum = quorum
+
+    def _command(self) -> list[str]:
+        file = self.home / "sentinel.conf"
+        file.write_text(
+            f"port {self.port}\nbind {HOST}\ndir {self.home}\n"
+            f"sentinel monitor {self.SERVICE} {HOST} {self.primary.port} {self.quorum}\n"
+            f"sentinel down-after-milliseconds {self.SERVICE} 500\n"
+            f"sentinel failover-timeout {self.SERVICE} 3000\n"
+        )
+        return [self.binary, str(file), "--sentinel"]
+
+    def primary_port(self) -> int:
+        """Return the port of the server that is the primary now, as this sentinel sees it."""
+        with self.client() as client:
+            address = client.sentinel_get_master_addr_by_name(self.SERVICE)
+        return int(address[1])
+
+    def replicas(self) -> int:
+        """Return how many replicas this sentinel knows."""
+        with self.client() as client:
+            return int(client.sentinel_master(self.SERVICE)["num-slaves"])
+
+
 class PostgreSQL(Server):
     """PostgreSQL that forgets safety for speed; everybody on this machine may be `postgres`."""
 

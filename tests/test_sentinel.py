@@ -1,0 +1,127 @@
+"""Behind Sentinel: our clients find the primary in time, past what is silent, and once it moved."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+from redis.sentinel import Sentinel as Asked
+
+from dedupjobs import wire
+from dedupjobs.wire import UNREACHABLE
+from tests.servers import HOST, Sentinel, Valkey
+from tests.waiting import until
+
+Address = tuple[str, int]
+
+
+@pytest.fixture(scope="module")
+def primary() -> Iterator[Valkey]:
+    with Valkey(bundled=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def sentinel(primary: Valkey) -> Iterator[Sentinel]:
+    with Sentinel(primary) as server:
+        yield server
+
+
+@pytest.fixture
+def silent() -> Iterator[Address]:
+    """The address of a host that takes connections, and then says nothing."""
+    with socket.socket() as listening:
+        listening.bind((HOST, 0))
+        listening.listen(16)
+        yield listening.getsockname()
+
+
+def source(*sentinels: Address, service: str = "jobs", db: int = 0) -> redis.Redis:
+    """Return a client as django-rq makes it of a queue's SENTINELS."""
+    asked = Asked(list(sentinels), sentinel_kwargs={}, db=db, socket_timeout=None)
+    return asked.master_for(service)
+
+
+def test_client_finds_the_primary_past_a_sentinel_that_says_nothing(
+    sentinel: Sentinel, silent: Address
+) -> None:
+    client = wire.Client.to(source(silent, (HOST, sentinel.port)), timeout=1)
+    begun = time.monotonic()
+    with client.deadline(1):
+        assert client.redis.ping()
+    assert time.monotonic() - begun < 1
+
+
+def test_client_remembers_which_sentinel_has_answered(sentinel: Sentinel, silent: Address) -> None:
+    client = wire.Client.to(source(silent, (HOST, sentinel.port)), timeout=1)
+    with client.deadline(1):
+        client.redis.ping()
+    client.redis.connection_pool.disconnect()
+    begun = time.monotonic()
+    with client.deadline(1):
+        client.redis.ping()
+    assert time.monotonic() - begun < 0.3
+
+
+def test_deadline_is_kept_where_all_sentinels_are_silent(silent: Address) -> None:
+    client = wire.Client.to(source(silent, silent, silent), timeout=0.5)
+    begun = time.monotonic()
+    with client.deadline(0.5), pytest.raises(UNREACHABLE):
+        client.redis.ping()
+    assert time.monotonic() - begun < 0.7
+
+
+def test_deadline_is_kept_where_the_primary_hangs(sentinel: Sentinel, primary: Valkey) -> None:
+    client = wire.Client.to(source((HOST, sentinel.port)), timeout=0.5)
+    with primary.client() as boss:
+        client.redis.ping()
+        boss.execute_command("CLIENT", "PAUSE", "700")
+        begun = time.monotonic()
+        with client.deadline(0.3), pytest.raises(UNREACHABLE):
+            client.redis.ping()
+        assert time.monotonic() - begun < 0.5
+
+
+def test_project_keeps_its_own_time_outs(sentinel: Sentinel) -> None:
+    theirs = source((HOST, sentinel.port))
+    before = dict(theirs.connection_pool.connection_kwargs)
+    own = wire.own_client(theirs, timeout=0.5)
+    assert theirs.connection_pool.connection_kwargs == before
+    assert own.connection_pool is not theirs.connection_pool
+    assert own.ping()
+
+
+def test_address_tells_services_and_databases_apart(sentinel: Sentinel) -> None:
+    place = (HOST, sentinel.port)
+    one = wire.address_of(source(place))
+    assert one == f"jobs by {HOST}:{sentinel.port}/0"
+    assert wire.address_of(source(place, service="other")) != one
+    assert wire.address_of(source(place, db=1)) != one
+    assert wire.address_of(source(place)) == one
+
+
+@pytest.mark.large
+def test_client_follows_the_primary_after_a_kill(silent: Address) -> None:
+    with Valkey(bundled=True) as first:
+        second = Valkey("--replicaof", HOST, str(first.port), bundled=True)
+        with second, Sentinel(first) as sentinel:
+            client = wire.Client.to(source(silent, (HOST, sentinel.port)), timeout=0.5)
+            until(lambda: sentinel.replicas() == 1, 30)
+            with client.deadline(1):
+                client.redis.set("there", "before")
+            first.kill()
+            until(lambda: _writes(client), 30)
+            assert sentinel.primary_port() == second.port
+            with second.client() as direct:
+                assert direct.get("there") == b"after"
+
+
+def _writes(client: wire.Client) -> bool:
+    try:
+        with client.deadline(0.5):
+            return bool(client.redis.set("there", "after"))
+    except UNREACHABLE:
+        return False
