@@ -76,6 +76,7 @@ class DedupWorker(Worker):
     """See the module's docstring."""
 
     reads_json = True
+    max_connection_wait_time = 5.0  # seconds between two tries to reach Redis; RQ's are up to 60
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Whatever the command line says: producers write JSON for exactly this class.
