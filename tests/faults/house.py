@@ -83,7 +83,13 @@ SERVERS: dict[str, type[Server]] = {"postgresql": KeptPostgreSQL, "mariadb": Kep
 
 
 class House:
-    """Valkey and the database of a stage. ``env()`` leads its actors through the proxies."""
+    """
+    Valkey and the database of a stage. ``env()`` leads its actors through the proxies.
+
+    ``hosts``: where actors may run, by what stands before a command that shall run there.
+    """
+
+    hosts: dict[str, tuple[str, ...]] = {"": ()}
 
     def __init__(self, database: str, home: Path) -> None:
         self.database = database
