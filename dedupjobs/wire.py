@@ -21,7 +21,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeout
 from redis.retry import Retry
-from redis.sentinel import Sentinel, SentinelConnectionPool
+from redis.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection
 
 from dedupjobs import clock, conf
 
@@ -30,6 +30,7 @@ UNREACHABLE = (RedisError, OSError, NotImplementedError, AttributeError)
 
 FREE = 0.010  # seconds; faster calls cost the budget nothing
 NEAR = 0.005  # seconds by which a deadline may be missed
+ASKED = 3.0  # seconds in which a worker asks all its sentinels
 WINDOW = 1.0  # seconds that a budget and an open breaker last
 
 
@@ -123,6 +124,25 @@ class DeadlineConnection:
         return super().read_response(*args, **kwargs)  # type: ignore[misc]
 
 
+class TidyConnection:
+    """
+    Mixed in behind Sentinel: a call that is cut off closes its connection, as everywhere else.
+
+    redis-py (8.1) leaves it open there, so the next call would read what this one had asked for:
+    after a time-out of a job, or after the SIGTERM that ends a worker's wait for a message.
+    """
+
+    def read_response(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs.setdefault("disconnect_on_error", True)
+        return super().read_response(*args, **kwargs)  # type: ignore[misc]
+
+
+def _tidy(kind: Any) -> Any:
+    if not issubclass(kind, SentinelManagedConnection) or issubclass(kind, TidyConnection):
+        return kind
+    return type("TidyConnection", (TidyConnection, kind), {})
+
+
 def _is_near(one: float | None, other: float) -> bool:
     """Whether a time-out need not be set again, which costs a system call per command."""
     return one is not None and abs(one - other) < NEAR
@@ -148,7 +168,7 @@ def own_client(
         "retry_on_timeout": False,
         "retry_on_error": [],
     }
-    kind: Any = pool.connection_class
+    kind = _tidy(pool.connection_class)
     if deadline is not None:
         limits = {"deadline": deadline, "parts": parts}
         kind = type("DeadlineConnection", (DeadlineConnection, kind), limits)
@@ -169,6 +189,16 @@ def _own_sentinels(found: Sentinel, timeout: float, deadline: Deadline | None) -
         own_client(one, timeout=timeout, deadline=deadline, parts=parts) for one in found.sentinels
     ]
     return own
+
+
+def mend(client: Redis) -> None:
+    """Let a worker's own client, behind Sentinel, stay in step and ask sentinels briefly."""
+    pool = client.connection_pool
+    if isinstance(pool, SentinelConnectionPool):
+        pool.connection_class = _tidy(pool.connection_class)
+        pool.sentinel_manager = _own_sentinels(pool.sentinel_manager, ASKED, None)
+        pool.proxy.sentinel_manager = pool.sentinel_manager
+        pool.disconnect()
 
 
 def address_of(client: Redis) -> str:

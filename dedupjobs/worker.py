@@ -55,6 +55,7 @@ from dedupjobs import (
     registry,
     runner,
     vitals,
+    wire,
 )
 from dedupjobs.books import Books, Entry, Pace, Taken, Till
 from dedupjobs.coordinator import Coordinator
@@ -82,6 +83,7 @@ class DedupWorker(Worker):
         # Whatever the command line says: producers write JSON for exactly this class.
         kwargs["serializer"] = Serializer
         super().__init__(*args, **kwargs)
+        wire.mend(self.connection)
         self.job_class = guarded(self.job_class)
         for queue in self.queues:  # RQ's housekeeping reads with what stands there
             queue.job_class, queue.serializer = self.job_class, Serializer

@@ -195,7 +195,11 @@ def test_work_goes_on_after_a_failover(spawn: Spawn) -> None:
         replica = Valkey("--replicaof", HOST, str(master.port), bundled=True)
         with replica, Sentinel(master) as sentinel:
             given = settings_of(
-                "Sentinel", **{'"sentinel.example", 26379': f'"{HOST}", {sentinel.port}'}
+                "Sentinel",
+                **{
+                    f'"sentinel-{number}.example", 26379': f'"{HOST}", {port}'
+                    for number, port in enumerate((1, sentinel.port, 1), 1)
+                },
             )
             with live.changed(**given):
                 live_a_life(spawn, given)

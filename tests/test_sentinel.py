@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -83,6 +84,48 @@ def test_deadline_is_kept_where_the_primary_hangs(sentinel: Sentinel, primary: V
         with client.deadline(0.3), pytest.raises(UNREACHABLE):
             client.redis.ping()
         assert time.monotonic() - begun < 0.5
+
+
+class Interrupted(BaseException):
+    """As our own time-out is: no error that redis-py knows."""
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """A signal interrupts this thread soon, in whatever it does."""
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("whose", ["own", "a worker's"])
+def test_call_that_is_cut_off_leaves_no_answer_to_the_next_one(
+    sentinel: Sentinel, alarm: None, whose: str
+) -> None:
+    client = source((HOST, sentinel.port))
+    if whose == "own":
+        client = wire.own_client(client, timeout=5)
+    else:
+        wire.mend(client)
+    with pytest.raises(Interrupted):
+        client.blpop(["nothing"], timeout=1)
+    assert client.echo("mine") == b"mine"
+
+
+def test_workers_client_asks_past_a_sentinel_that_says_nothing(
+    sentinel: Sentinel, silent: Address
+) -> None:
+    client = source(silent, (HOST, sentinel.port))
+    wire.mend(client)
+    begun = time.monotonic()
+    assert client.ping()
+    assert time.monotonic() - begun < wire.ASKED
 
 
 def test_project_keeps_its_own_time_outs(sentinel: Sentinel) -> None:

@@ -196,6 +196,13 @@ def leaks() -> Iterator[str]:
                     yield f"I8: {key} has no end"
 
 
+def stuck() -> Iterator[str]:
+    """I8: a while after the last job no lock is left, unless a clock was moved."""
+    with redis.Redis.from_url(settings.CACHE_URL, decode_responses=True) as client:
+        for key in client.scan_iter("*dedupjobs:lock:*", count=1000):
+            yield f"I8: {key} is held for {client.ttl(key)} s yet"
+
+
 def _in_rqs_hands(client: redis.Redis) -> set[str]:
     known: set[str] = set()
     for queue in settings.RQ_QUEUES:

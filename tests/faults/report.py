@@ -7,6 +7,7 @@ import platform
 import subprocess
 from collections import Counter, defaultdict
 from importlib.metadata import version
+from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
@@ -44,11 +45,21 @@ def summary(results: list[Result], *, seed: str, seconds: float) -> str:
         "",
         *_stages(results),
         "",
-        *_kinds(results),
+        *kinds(results),
     ]
     if violations:
         lines += ["", "Violations:", "", *[f"- {v}" for v in violations]]
     return "\n".join(lines)
+
+
+def insert(page: Path, name: str, text: str) -> None:
+    """Replace what stands in a page between the two marks of this name."""
+    begin, end = f"<!-- {name}: written by make {name} -->", f"<!-- {name}: end -->"
+    before, _, rest = page.read_text().partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise LookupError(f"{page} has no {begin} … {end}")
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
 
 
 def _stages(results: list[Result]) -> list[str]:
@@ -76,7 +87,8 @@ def _stages(results: list[Result]) -> list[str]:
     return lines
 
 
-def _kinds(results: list[Result]) -> list[str]:
+def kinds(results: list[Result]) -> list[str]:
+    """Return the table of faults, and how long recovery took."""
     counts: Counter[str] = Counter()
     seconds: dict[str, list[float]] = defaultdict(list)
     bounds: dict[str, list[float]] = defaultdict(list)
