@@ -67,6 +67,7 @@ from dedupjobs.registry import Options
 from dedupjobs.visible import line
 
 IDLE_WAIT = 2  # seconds that an idle worker blocks in Redis before it looks at its coordinator
+REPLY_WITHIN = 3  # seconds after which a Redis that does not answer is asked on a new connection
 HEARTBEAT_EVERY = 10.0  # seconds between what RQ writes nine times a job; its own patience is 60
 MOST_RAISED = 3_000  # bytes of a traceback; so short a message is never cut in a pipe
 RQ_GRACE = 60.0  # seconds after which RQ's worker kills a horse that its alarm has not ended
@@ -147,6 +148,10 @@ class DedupWorker(Worker):
     @property
     def dequeue_timeout(self) -> int:
         return min(super().dequeue_timeout, IDLE_WAIT)
+
+    @property
+    def connection_timeout(self) -> int:
+        return self.dequeue_timeout + REPLY_WITHIN
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
         if pipeline is not None:

@@ -42,7 +42,14 @@ class Server:
         # Not below TMPDIR: that may be closed to the user PostgreSQL runs as.
         self.home = Path(tempfile.mkdtemp(prefix="dedupjobs-", dir="/tmp"))
         self.port = 0
+        self.host = HOST
+        self.before: tuple[str, ...] = ()
         self.process: subprocess.Popen[bytes] | None = None
+
+    def placed(self, host: str, before: tuple[str, ...]) -> Self:
+        """Serve at another address; ``before``: what enters the place that has it."""
+        self.host, self.before = host, before
+        return self
 
     def __enter__(self) -> Self:
         try:
@@ -98,16 +105,20 @@ class Server:
         return (self.home / "output").read_text(errors="replace")
 
     def _launch(self) -> None:
+        command, user = self._command(), self._user()
+        if self.before and user:  # who enters must still be root
+            command = [*become(user["user"], user["group"]), *command]
+            user = {}
         with (self.home / "output").open("wb") as output:
             self.process = subprocess.Popen(
-                self._command(),
+                [*self.before, *command],
                 cwd=self.home,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 # Ctrl-C is for pytest, which then stops its servers.
                 start_new_session=True,
-                **self._user(),
+                **user,
             )
         until(self._answers, START_SECONDS, what=f"{type(self).__name__} answers")
 
@@ -145,7 +156,7 @@ class Valkey(Server):
     @property
     def url(self) -> str:
         """The address without a database number."""
-        return f"redis://{HOST}:{self.port}"
+        return f"redis://{self.host}:{self.port}"
 
     def client(self, db: int = 0) -> redis.Redis:
         """Return a new client with its own pool; the caller closes it."""
@@ -154,7 +165,8 @@ class Valkey(Server):
     def _command(self) -> list[str]:
         return [
             self.binary,
-            *("--port", str(self.port), "--bind", HOST, "--dir", str(self.home)),
+            *("--port", str(self.port), "--bind", self.host, "--dir", str(self.home)),
+            *(("--protected-mode", "no") if self.host != HOST else ()),
             *("--save", "", "--appendonly", "no", "--databases", "256"),
             *self.extra,
         ]
@@ -212,17 +224,20 @@ class PostgreSQL(Server):
         self._give_away(self.home)
         self.bin = self._readable_installation() / "bin"
         self._run("initdb", "-D", "data", "-U", self.user, "-A", "trust", "-E", "UTF8", "--no-sync")
+        if self.host != HOST:
+            with (self.home / "data" / "pg_hba.conf").open("a") as rules:
+                rules.write("host all all samenet trust\n")
         super().start()
 
     def connect(self, dbname: str = "postgres") -> psycopg.Connection[Any]:
         """Return a new connection in autocommit mode; the caller closes it."""
         return psycopg.connect(
-            host=HOST, port=self.port, user=self.user, dbname=dbname, autocommit=True
+            host=self.host, port=self.port, user=self.user, dbname=dbname, autocommit=True
         )
 
     def _command(self) -> list[str]:
         settings = {
-            "listen_addresses": HOST,
+            "listen_addresses": self.host,
             "unix_socket_directories": "",
             "max_connections": "200",
             "fsync": "off",
@@ -296,6 +311,11 @@ class PostgreSQL(Server):
         )
         if done.returncode != 0:
             raise ServerFailed(done.stdout + done.stderr)
+
+
+def become(user: int, group: int) -> list[str]:
+    """Return what stands before a command that shall run as somebody else."""
+    return ["setpriv", f"--reuid={user}", f"--regid={group}", "--clear-groups"]
 
 
 def _package(name: str) -> Path:

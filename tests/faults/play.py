@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tests.faults.stage import Stage
 
 LOSS_EVERY = 2.0  # seconds
+QUIET = 6.0  # seconds between the last job and the verdict
 LAST_CHANCE = 25.0  # seconds for probes that nobody has come by
 
 
@@ -262,7 +263,7 @@ def _calm(stage: Stage) -> float:
     begun = time.monotonic()
     stage.wait_until(lambda: not stage.active(), stage.bound)
     quiet = time.monotonic() - begun
-    stage.pause(6)  # the locks of the last ones go with their leases, at the latest
+    stage.pause(QUIET)  # the locks of the last ones go with their leases, at the latest
     return quiet
 
 

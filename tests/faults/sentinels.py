@@ -16,8 +16,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -123,22 +123,26 @@ def _sees_all(sentinel: Sentinel) -> bool:
     return bool(others and state["num-slaves"] == REPLICAS)
 
 
-# ---- fail-overs
+# ---- fail-overs: each strikes, lets callers go on in its block, and heals
 
 
-def kill_primary(house: Watched, _: Stage) -> None:
+@contextmanager
+def kill_primary(house: Watched, _: Stage) -> Iterator[None]:
     """SIGKILL; the old one comes back empty, and is made a replica."""
     old = house.primary()
     old.kill()
+    yield
     house.await_other_than(old)
     old.restart()
 
 
-def kill_primary_and_sentinel(house: Watched, stage: Stage) -> None:
+@contextmanager
+def kill_primary_and_sentinel(house: Watched, stage: Stage) -> Iterator[None]:
     """The first sentinel that everybody asks goes as well; two of three are a majority."""
     old, gone = house.primary(), house.sentinels[0]
     gone.kill()
     old.kill()
+    yield
     rest = house.sentinels[1:]
     until(lambda: {s.primary_port() for s in rest} != {old.port}, PROMOTED, what="promoted")
     stage.pause(2)
@@ -146,7 +150,8 @@ def kill_primary_and_sentinel(house: Watched, stage: Stage) -> None:
     old.restart()
 
 
-def ask_for_failover(house: Watched, _: Stage) -> None:
+@contextmanager
+def ask_for_failover(house: Watched, _: Stage) -> Iterator[None]:
     """SENTINEL FAILOVER, as before maintenance."""
     old = house.primary()
 
@@ -158,47 +163,55 @@ def ask_for_failover(house: Watched, _: Stage) -> None:
                 return False
 
     until(starts, PROMOTED, every=0.5)
+    yield
     house.await_other_than(old)
 
 
-def stop_primary(house: Watched, stage: Stage) -> None:
+@contextmanager
+def stop_primary(house: Watched, stage: Stage) -> Iterator[None]:
     """SIGSTOP; it wakes up as a second primary, which whoever is connected still believes."""
     old = house.primary()
     assert old.process is not None
     old.process.send_signal(signal.SIGSTOP)
     try:
+        yield
         house.await_other_than(old)
         stage.pause(1)
     finally:
         old.process.send_signal(signal.SIGCONT)
 
 
-def wipe_primary(house: Watched, stage: Stage) -> None:
+@contextmanager
+def wipe_primary(house: Watched, stage: Stage) -> Iterator[None]:
     """Restarted faster than a sentinel looks: an empty primary, and replicas that copy it."""
     house.primary().restart()
+    yield
     stage.pause(1)
 
 
-FAILOVERS: dict[str, Callable[[Watched, Stage], None]] = {
+FailOver = Callable[[Watched, "Stage"], AbstractContextManager[None]]
+FAILOVERS: dict[str, FailOver] = {
     "primary killed": kill_primary,
     "SENTINEL FAILOVER": ask_for_failover,
     "primary stopped, back as a second one": stop_primary,
     "primary and a sentinel killed": kill_primary_and_sentinel,
     "primary restarted empty, unnoticed": wipe_primary,
 }
+FIRST = ": first job"
+ALL = ": all jobs"
 
 
 def _fail_over(stage: Stage, name: str) -> None:
     house = stage.house
     assert isinstance(house, Watched)
     stage.pause(1)  # so that there is work in all places
-    jobs = [*stage.burst(5), *stage.waiting(), *stage.running()]
-    first = stage.struck(f"{name}: work goes on", jobs=jobs, first=True)
-    all_of_them = stage.struck(f"{name}: all that waited", jobs=jobs)
-    first.since = all_of_them.since = time.time()
-    FAILOVERS[name](house, stage)
-    stage.burst(5)
-    stage.wait_until(lambda: stage.goes_on(all_of_them), stage.bound)
+    waiting = stage.waiting()
+    with FAILOVERS[name](house, stage):
+        since = time.time()
+        called = stage.burst(5)
+        stage.struck(name + FIRST, jobs=called, since=since, first=True)
+        everything = stage.struck(name + ALL, jobs=[*waiting, *called], since=since)
+    stage.wait_until(lambda: stage.goes_on(everything), stage.bound)
     until(house.is_whole, PROMOTED, what="the old primary has become a replica")
 
 
@@ -256,13 +269,13 @@ def run(home: Path, options: argparse.Namespace) -> dict[str, Any]:
         )
         from tests.faults import judge
 
-        result["violations"] += judge.stuck()
+        result["violations"] += judge.stuck(play.QUIET)
     return result
 
 
 def text_of(result: dict[str, Any], *, seed: str) -> str:
     """Return what docs/hosts.md says about a run."""
-    failovers = sum(n for kind, n in result["kinds"].items() if kind.endswith("work goes on"))
+    failovers = sum(n for kind, n in result["kinds"].items() if kind.endswith(FIRST))
     return "\n".join(
         [
             f"Seed `{seed}`, {result['seconds']:.0f} s, {report.machine()}.",
