@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -17,6 +20,7 @@ from tests.servers import HOST, Sentinel, Valkey
 from tests.waiting import until
 
 Address = tuple[str, int]
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +172,12 @@ def _writes(client: wire.Client) -> bool:
             return bool(client.redis.set("there", "after"))
     except UNREACHABLE:
         return False
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("fault", ["primary stopped, back as a second one"])
+def test_failover_under_load_loses_and_doubles_nothing(fault: str) -> None:
+    command = [sys.executable, "-m", "tests.faults.sentinels", "--only", fault]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "1 fail-overs: 0 violations" in done.stdout
