@@ -30,6 +30,7 @@ R = TypeVar("R")
 FOREVER = timedelta.max
 """``unique_for=FOREVER``: a key that has succeeded never runs again."""
 
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 SHORTEST, LONGEST = 0.1, 366 * 86_400.0  # seconds that an option may say
 LONGEST_WINDOW = timedelta(days=36_525)  # a century; databases end at the year 9999
 LONGEST_NAME, LONGEST_TEXT = 200, 100  # characters that the columns hold
@@ -38,6 +39,7 @@ _UNSET: Any = object()
 _jobs: dict[str, Job[..., Any]] = {}
 _former: dict[str, Job[..., Any]] = {}
 _limited: set[str] = set()
+_leases: dict[str, float] = {}
 _missing: set[str] = set()  # what the finders did not find
 
 finders: list[Callable[[str], None]] = []
@@ -90,6 +92,9 @@ class Options:
     def scheduled(self) -> bool:
         """Whether the coordinator enqueues this job by the clock."""
         return self.every is not None or self.cron is not None
+
+
+USUAL_LEASE = Options().lease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +157,7 @@ class Job(Generic[P, R]):
     invalidates: tuple[Invalidated, ...]
     options: Options
     concurrency: Concurrency | None = None
+    is_variadic: bool = False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.func(*args, **kwargs)
@@ -291,6 +297,8 @@ class Job(Generic[P, R]):
         if extra := values.keys() - self.signature.parameters.keys():
             raise ArgumentError(f"{self.name} no longer takes {', '.join(sorted(extra))}")
         bound = inspect.BoundArguments(self.signature, values)
+        if len(values) == len(self.signature.parameters) and not self.is_variadic:
+            return bound
         try:
             self.signature.bind(*bound.args, **bound.kwargs)
         except TypeError as error:
@@ -412,6 +420,7 @@ def job(  # noqa: PLR0913 - the options of a decorator
             invalidates=tuple(_invalidated(i, signature, chosen) for i in _tuple(invalidates)),
             concurrency=_concurrency(concurrency, signature, chosen),
             options=_options(options, chosen),
+            is_variadic=any(p.kind in VARIADIC for p in signature.parameters.values()),
         )
         if made.options.atomic and inspect.iscoroutinefunction(inspect.unwrap(func)):
             raise JobDefinitionError(
@@ -504,12 +513,23 @@ def limited() -> tuple[str, ...]:
     return tuple(sorted(_limited))
 
 
+def leases() -> Mapping[str, float]:
+    """Return the leases of jobs that have not the usual one, by names, present and former."""
+    return _leases
+
+
 def forget(name: str) -> None:
     """Remove a job, for tests that define some."""
     gone = _jobs.pop(name, None)
     for alias in gone.aliases if gone else ():
         _former.pop(alias, None)
-    _limited.difference_update({name, *(gone.aliases if gone else ())})
+    _forget_facts((name, *(gone.aliases if gone else ())))
+
+
+def _forget_facts(names: Iterable[str]) -> None:
+    for name in names:
+        _limited.discard(name)
+        _leases.pop(name, None)
 
 
 # ---- what the decorator checks
@@ -533,8 +553,12 @@ def _add(made: Job[P, R]) -> Job[P, R]:
                 "jobs would answer for each other's keys"
             )
     _jobs[made.name] = made
+    names = (made.name, *made.aliases)
+    _forget_facts(names)
     if made.concurrency is not None:
-        _limited.update({made.name, *made.aliases})
+        _limited.update(names)
+    if made.options.lease != USUAL_LEASE:
+        _leases.update(dict.fromkeys(names, made.options.lease))
     _missing.clear()
     _former.update(dict.fromkeys(made.aliases, made))
     return made

@@ -67,7 +67,7 @@ from dedupjobs.wire import Cargo
 T = TypeVar("T")
 
 CONNECTION_ERRORS = (OperationalError, InterfaceError)
-FIRST_LEASE = Options().lease  # a lock's TTL until the claim tells which job it is
+FIRST_LEASE = registry.USUAL_LEASE  # a lock's TTL until the claim tells which job it is
 PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0)  # seconds between tries to reach the database; the last repeats
 CLAIM_PATIENCE = 5.0  # seconds; afterwards the row waits for the coordinator
 
@@ -544,14 +544,17 @@ def outcome_of(ending: Ending) -> AttemptOutcome | None:
     """Return the outcome that an ending writes; None: it writes nothing."""
     if isinstance(ending, Failed) and ending.timed_out:
         return AttemptOutcome.TIMED_OUT
-    return {
-        Succeeded: AttemptOutcome.SUCCEEDED,
-        Failed: AttemptOutcome.FAILED,
-        Interrupted: AttemptOutcome.INTERRUPTED,
-        Stopped: AttemptOutcome.CANCELLED,
-        Snoozed: AttemptOutcome.SNOOZED,
-        Parked: AttemptOutcome.HELD,
-    }.get(type(ending))
+    return OUTCOMES.get(type(ending))
+
+
+OUTCOMES: dict[type[Ending], AttemptOutcome] = {
+    Succeeded: AttemptOutcome.SUCCEEDED,
+    Failed: AttemptOutcome.FAILED,
+    Interrupted: AttemptOutcome.INTERRUPTED,
+    Stopped: AttemptOutcome.CANCELLED,
+    Snoozed: AttemptOutcome.SNOOZED,
+    Parked: AttemptOutcome.HELD,
+}
 
 
 def persist(ask: Callable[[bool], T], *, patience: float, claim: Claim | None = None) -> T:
