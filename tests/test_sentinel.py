@@ -6,15 +6,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
+from django.test import override_settings
 from redis.sentinel import Sentinel as Asked
 
-from dedupjobs import wire
+from dedupjobs import cache, invalidation, wire
 from dedupjobs.wire import UNREACHABLE
 from tests.servers import HOST, Sentinel, Valkey
 from tests.waiting import until
@@ -172,6 +174,61 @@ def _writes(client: wire.Client) -> bool:
             return bool(client.redis.set("there", "after"))
     except UNREACHABLE:
         return False
+
+
+@pytest.fixture
+def failing_over() -> Iterator[tuple[Valkey, Sentinel]]:
+    """A primary with a replica that is ready to take over, behind this process's status cache."""
+    with Valkey(bundled=True) as first:
+        second = Valkey("--replicaof", HOST, str(first.port), bundled=True)
+        with second, Sentinel(first) as sentinel:
+            until(lambda: sentinel.replicas() == 1, 30)
+            with override_settings(CACHES={"default": watched(sentinel, db=5)}):
+                cache.forget_clients()
+                yield first, sentinel
+            cache.forget_clients()
+
+
+def watched(sentinel: Sentinel, *, db: int) -> dict[str, object]:
+    """Return a cache's settings; ``db``: of its own, since django-redis shares pools by URL."""
+    options = {
+        "CONNECTION_FACTORY": "django_redis.pool.SentinelConnectionFactory",
+        "CLIENT_CLASS": "django_redis.client.SentinelClient",
+        "SENTINELS": [(HOST, sentinel.port)],
+    }
+    backend = "django_redis.cache.RedisCache"
+    return {"BACKEND": backend, "LOCATION": f"redis://jobs/{db}", "OPTIONS": options}
+
+
+@pytest.mark.large
+def test_listener_hears_again_after_a_failover(failing_over: tuple[Valkey, Sentinel]) -> None:
+    first, sentinel = failing_over
+    heard: list[object] = []
+    over = threading.Event()
+
+    def hear() -> None:
+        for raw in invalidation.messages(over.is_set, poll=0.1):
+            heard.append(raw)
+
+    def hears() -> bool:
+        before = len(heard)
+        return invalidation.announce_controls() and bool(
+            until(lambda: [raw for raw in heard[before:] if raw is not None], 1)
+        )
+
+    listener = threading.Thread(target=hear)
+    listener.start()
+    try:
+        until(lambda: heard == [None])
+        assert hears()
+        first.kill()
+        until(invalidation.announce_controls, 30, what="the new primary takes it")
+        assert sentinel.primary_port() != first.port
+        until(lambda: heard.count(None) > 1, 20, what="the listener has noticed")
+        assert hears()
+    finally:
+        over.set()
+        listener.join()
 
 
 @pytest.mark.large
