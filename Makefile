@@ -53,7 +53,7 @@ sentinel: $(VENV)/.test ## Fail Redis over under load; ARGS="--write docs/hosts.
 
 hosts: $(VENV)/.test ## Cut hosts off from each other and heal them, as root; ARGS=--brief: a few
 	$(BIN)/python -m tests.faults.network
-	$(BIN)/python -m pytest --ds tests.faults.settings tests/faults/test_hosts.py
+	$(BIN)/python -m pytest --ds tests.faults.settings tests/faults/test_hosts.py $(if $(findstring --brief,$(ARGS)),-m 'not large')
 	$(BIN)/python -m tests.faults.hosts $(ARGS)
 
 campaign: $(VENV)/.test ## The same for HOURS=1 or MINUTES=..., up to JOBS=..., into docs/campaign.md

@@ -32,12 +32,12 @@ from tests.faults.sentinels import DEDUP
 from tests.servers import Valkey
 
 if TYPE_CHECKING:
-    from tests.faults.stage import Actor, Stage
+    from tests.faults.stage import Actor
 
 REDIS, POSTGRESQL, CALLERS = "redis", "postgresql", "callers"
 WORKER_A, WORKER_B, COORDINATOR = "worker-a", "worker-b", "coordinator"
 HOSTS = (REDIS, POSTGRESQL, CALLERS, WORKER_A, WORKER_B, COORDINATOR)
-CUT_FOR = 8.0  # seconds: longer than the lease, the sweep and the time-out of a job
+CUT_FOR = 7.0  # seconds: longer than a lease, the sweep and a job's time-out
 BACK = 60.0  # seconds that a host may take to work again
 PACE = 0.1  # seconds between two calls of one caller
 
@@ -132,12 +132,12 @@ class Spread(House):
 # ---- cuts
 
 
-def _cut(stage: Stage, name: str) -> None:
+def _cut(stage: Any, name: str) -> None:
     """Cut, heal, and measure: when the jobs at hand went on, and when the hosts worked again."""
     house = stage.house
     assert isinstance(house, Spread)
-    stage.burst(6, "slow")
-    stage.wait_until(lambda: len(stage.running()) > 1, 5)
+    stage.burst(8, "slow")
+    stage.wait_until(lambda: all(map(stage.is_busy, _workers_of(name) or {WORKER_A})), 5)
     jobs = [*stage.running(), *stage.waiting()]
     with house.network.cut(*CUTS[name]):
         everything = stage.struck(f"{name}: jobs at hand", jobs=jobs)
@@ -147,7 +147,7 @@ def _cut(stage: Stage, name: str) -> None:
         stage.errors.append(f"{name}: no packet was dropped")
     healed = stage.struck(f"{name}: back after it has healed", jobs=stage.burst(3), first=True)
     for host in sorted(_workers_of(name)):
-        if not stage.wait_until(lambda h=host: _works(stage, h, healed.since), BACK):
+        if not stage.wait_until(lambda h=host: stage.works(h, healed.since), BACK):
             stage.errors.append(f"{name}: {host} does not work {BACK:g} s after it has healed")
         stage.backs.append((name, host, time.time() - healed.since))
     stage.wait_until(lambda: stage.goes_on(everything) and stage.goes_on(healed), stage.bound)
@@ -161,13 +161,7 @@ def _workers_of(name: str) -> set[str]:
     return ends & {WORKER_A, WORKER_B}
 
 
-def _works(stage: Stage, host: str, since: float) -> bool:
-    """Return whether a process of a host has begun a job since then."""
-    from dedupjobs.models import JobAttempt
-
-    claimed = JobAttempt.objects.filter(claimed_at__gt=datetime.fromtimestamp(since, UTC))
-    pids = set(claimed.values_list("pid", flat=True))
-    return any(pid in pids for actor in stage.actors if actor.host == host for pid in _tree(actor))
+# ---- the play
 
 
 def _tree(actor: Actor) -> set[int]:
@@ -178,16 +172,16 @@ def _tree(actor: Actor) -> set[int]:
         return set()
 
 
-# ---- the play
-
-
 def _make(house: Spread, fleet: str, seed: str, settings: dict[str, Any]) -> Any:
+    from dedupjobs.models import JobAttempt
     from tests.faults.stage import Stage
 
     worker, actors = FLEETS[fleet]
 
     class Hosts(Stage):
-        """Actors on several hosts."""
+        """
+        Actors on several hosts. ``backs``: per cut and host, the seconds until it worked again.
+        """
 
         backs: list[tuple[str, str, float]]
 
@@ -196,10 +190,24 @@ def _make(house: Spread, fleet: str, seed: str, settings: dict[str, Any]) -> Any
             for role, host, argv in actors:
                 self.add(role, *argv, host=host)
 
+        def is_busy(self, host: str) -> bool:
+            """Whether a process of a host has an attempt open."""
+            return self._any_of(host, JobAttempt.objects.filter(outcome=None))
+
+        def works(self, host: str, since: float) -> bool:
+            """Whether a process of a host has begun a job since then."""
+            moment = datetime.fromtimestamp(since, UTC)
+            return self._any_of(host, JobAttempt.objects.filter(claimed_at__gt=moment))
+
+        def _any_of(self, host: str, attempts: Any) -> bool:
+            pids = set(attempts.values_list("pid", flat=True))
+            here = [actor for actor in self.actors if actor.host == host]
+            return any(pid in pids for actor in here for pid in _tree(actor))
+
     return Hosts(house, worker, seed, settings, PACE)
 
 
-def _strike(stage: Stage, names: list[str], rounds: int) -> list[str]:
+def _strike(stage: Any, names: list[str], rounds: int) -> list[str]:
     stage.wait_until(lambda: stage.active() > 0, 20)
     for _ in range(rounds):
         for name in names:

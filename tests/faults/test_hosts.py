@@ -102,6 +102,7 @@ def test_command_says_why_it_can_not_run(tmp_path: Path) -> None:
     assert "Networks can not be cut here: there is no `ip`" in done.stdout
 
 
+@pytest.mark.large
 def test_stale_attempt_that_is_let_through_is_caught(tmp_path: Path) -> None:
     (mutant,) = (one for one in ALL if one.name == STALE)
     for part in ("dedupjobs", "tests"):
