@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import signal
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +28,7 @@ from tests import live, sessions
 from tests.app import jobs
 from tests.app.models import Ledger
 from tests.live import DEDUP, PATIENCE, SIMPLE, STOCK, Spawn, with_server, with_sqlite
+from tests.servers import Valkey
 from tests.waiting import until
 
 FAILED, SUCCEEDED = AttemptOutcome.FAILED, AttemptOutcome.SUCCEEDED
@@ -348,3 +351,22 @@ def test_500_jobs_run_once_each_on_sqlite_while_the_web_writes(spawn: Spawn) -> 
     assert errors == [], "nobody was told that the database is locked"
     assert list(JobAttempt.objects.values_list("outcome", flat=True)) == [SUCCEEDED] * 500
     assert Ledger.objects.exclude(tag="web").count() == 500
+
+
+# ---- a Redis that is there and says nothing
+
+
+@pytest.mark.large
+@with_sqlite
+def test_worker_gives_a_silent_redis_up_within_seconds_and_comes_back(spawn: Spawn) -> None:
+    with Valkey() as server, live.changed(**live.redis_at(server.url)):
+        worker = live.start_worker(spawn, env={"DEDUPJOBS_TEST_REDIS": server.url})
+        assert server.process is not None
+        server.process.send_signal(signal.SIGSTOP)
+        try:
+            worker.wait_for_output("Redis is away: Timeout", 9)
+        finally:
+            server.process.send_signal(signal.SIGCONT)
+        begun = time.monotonic()
+        live.wait_for(jobs.record.enqueue(tag="after"))
+        assert time.monotonic() - begun < 8
