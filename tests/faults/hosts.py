@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -25,7 +26,7 @@ import psutil
 
 from tests.faults import house as houses
 from tests.faults import network as networks
-from tests.faults import play, report
+from tests.faults import play, report, sentinels
 from tests.faults.house import House, KeptPostgreSQL, new_seed
 from tests.faults.network import SWITCH, Network, Way, both
 from tests.faults.sentinels import DEDUP
@@ -138,7 +139,7 @@ def _cut(stage: Any, name: str) -> None:
     assert isinstance(house, Spread)
     stage.burst(8, "slow")
     stage.wait_until(lambda: all(map(stage.is_busy, _workers_of(name) or {WORKER_A})), 5)
-    jobs = [*stage.running(), *stage.waiting()]
+    jobs = stage.at_hand()
     with house.network.cut(*CUTS[name]):
         everything = stage.struck(f"{name}: jobs at hand", jobs=jobs)
         stage.pause(CUT_FOR)
@@ -288,6 +289,7 @@ def _options() -> argparse.Namespace:
 
 
 def main() -> int:
+    sentinels.end_well()
     options = _options()
     if options.inside:
         return _play(options)
@@ -314,9 +316,21 @@ def _apart(fleet: str, options: argparse.Namespace) -> dict[str, Any]:
         arguments += [word for name in options.only for word in ("--only", name)]
         arguments += ["--usual"] if options.usual else []
         command = [sys.executable, "-m", "tests.faults.hosts", *arguments]
-        subprocess.run([*network.inside(SWITCH), *command], check=True)
+        with ending(subprocess.Popen([*network.inside(SWITCH), *command])) as playing:
+            if playing.wait():
+                raise RuntimeError("the stage has ended badly")
         result: dict[str, Any] = json.loads(out.read_text())
         return result
+
+
+@contextmanager
+def ending(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """Let a process clean up if this one is interrupted."""
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(60)
 
 
 def _play(options: argparse.Namespace) -> int:

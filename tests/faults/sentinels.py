@@ -205,7 +205,7 @@ def _fail_over(stage: Stage, name: str) -> None:
     house = stage.house
     assert isinstance(house, Watched)
     stage.pause(1)  # so that there is work in all places
-    waiting = stage.waiting()
+    waiting = stage.at_hand()
     with FAILOVERS[name](house, stage):
         since = time.time()
         called = stage.burst(5)
@@ -302,7 +302,13 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def end_well() -> None:
+    """Let SIGTERM end this process as an error does: with its servers."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def main() -> int:
+    end_well()
     options = _options()
     print(f"seed {options.seed}", flush=True)
     home = Path(tempfile.mkdtemp(prefix="dedupjobs-faults-"))

@@ -24,6 +24,7 @@ from dedupjobs.models import ACTIVE, WAITING, JobAttempt, ProcessedJob, Status
 from tests.faults import arming, enqueuer, ledger
 from tests.faults.app.jobs import LEASE
 from tests.faults.house import House, faketime
+from tests.faults.judge import ENDLESS
 from tests.faults.ward import Ward
 
 WORKERS = 3
@@ -352,6 +353,11 @@ class Stage:
         """Return the rows that wait now for a worker, and have a message."""
         rows = ProcessedJob.objects.filter(status__in=WAITING, dispatched_at__isnull=False)
         return list(rows.values_list("pk", flat=True)[:200])
+
+    def at_hand(self) -> list[int]:
+        """Return the rows that wait or run, and will not be called again."""
+        rows = ProcessedJob.objects.filter(status__in=ACTIVE)
+        return [pk for pk, key in rows.values_list("pk", "key") if not key.startswith(ENDLESS)]
 
     def left_behind(self) -> list[str]:
         """End all workers and coordinators; return what outlives them, in sentences."""
