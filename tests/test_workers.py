@@ -370,3 +370,16 @@ def test_worker_gives_a_silent_redis_up_within_seconds_and_comes_back(spawn: Spa
         begun = time.monotonic()
         live.wait_for(jobs.record.enqueue(tag="after"))
         assert time.monotonic() - begun < 8
+
+
+@pytest.mark.large
+@with_sqlite
+def test_worker_looks_for_its_redis_every_five_seconds_however_long_it_is_away(
+    spawn: Spawn,
+) -> None:
+    with Valkey() as server, live.changed(**live.redis_at(server.url)):
+        worker = live.start_worker(spawn, env={"DEDUPJOBS_TEST_REDIS": server.url})
+        server.kill()
+        worker.wait_for_output("retrying in 5 seconds", 20)
+        server.restart()
+        live.wait_for(jobs.record.enqueue(tag="after"))

@@ -43,7 +43,7 @@ BACK = 60.0  # seconds that a host may take to work again
 PACE = 0.1  # seconds between two calls of one caller
 
 PLAIN = ("rqworker", "default")
-PATIENCE = ("--worker-ttl", "20")  # else a stock worker waits for 405 s in one read
+PATIENCE = ("--worker-ttl", "20")  # else a stock worker waits for 415 s in one read
 JSON = ("--serializer", "rq.serializers.JSONSerializer")
 STOCK = (*PLAIN, *PATIENCE, "--worker-class", "rq.Worker")
 SIMPLE = (*PLAIN, *PATIENCE, "--worker-class", "rq.SimpleWorker")

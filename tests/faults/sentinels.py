@@ -236,7 +236,7 @@ def _make(house: Watched, seed: str, settings: dict[str, Any]) -> Stage:
 def crowd() -> list[list[str]]:
     """Return the commands of two DedupWorkers, and of stock ones that read their messages."""
     plain = ["rqworker", "default"]
-    # Else they would wait for 405 s in one read, whatever became of who should answer.
+    # Else they would wait for 415 s in one read, whatever became of who should answer.
     reading = [*plain, "--worker-ttl", "20", "--serializer", "rq.serializers.JSONSerializer"]
     reading.append("--worker-class")
     return [plain, plain, [*reading, "rq.Worker"], [*reading, "rq.SimpleWorker"]]
