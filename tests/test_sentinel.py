@@ -232,6 +232,7 @@ def test_listener_hears_again_after_a_failover(failing_over: tuple[Valkey, Senti
 
 
 @pytest.mark.large
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("fault", ["primary stopped, back as a second one"])
 def test_failover_under_load_loses_and_doubles_nothing(fault: str) -> None:
     command = [sys.executable, "-m", "tests.faults.sentinels", "--only", fault]

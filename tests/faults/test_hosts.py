@@ -103,6 +103,7 @@ def test_command_says_why_it_can_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.large
+@pytest.mark.timeout(400)
 def test_stale_attempt_that_is_let_through_is_caught(tmp_path: Path) -> None:
     (mutant,) = (one for one in ALL if one.name == STALE)
     for part in ("dedupjobs", "tests"):
