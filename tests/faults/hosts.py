@@ -91,7 +91,7 @@ CUTS: dict[str, tuple[Way, ...]] = {
     "PostgreSQL ↔ everyone": (Way(POSTGRESQL, "*"), Way("*", POSTGRESQL)),
     "5 % of all packets lost": (Way("*", "*", loss=5),),
 }
-BRIEF = ("worker A ↔ everyone", "PostgreSQL → worker A", "Redis ↔ everyone")
+BRIEF = ("worker A ↔ everyone", "Redis ↔ everyone")
 
 
 class Spread(House):

@@ -45,7 +45,7 @@ def summary(results: list[Result], *, seed: str, seconds: float) -> str:
         "",
         *_stages(results),
         "",
-        *kinds(results),
+        *_kinds(results),
     ]
     if violations:
         lines += ["", "Violations:", "", *[f"- {v}" for v in violations]]
@@ -87,8 +87,7 @@ def _stages(results: list[Result]) -> list[str]:
     return lines
 
 
-def kinds(results: list[Result]) -> list[str]:
-    """Return the table of faults, and how long recovery took."""
+def _kinds(results: list[Result]) -> list[str]:
     counts: Counter[str] = Counter()
     seconds: dict[str, list[float]] = defaultdict(list)
     bounds: dict[str, list[float]] = defaultdict(list)
@@ -109,7 +108,7 @@ def kinds(results: list[Result]) -> list[str]:
     for name in sorted(counts):
         bound = f"{max(bounds[name]):.0f}" if bounds[name] else ""
         passed = str(over[name]) if bounds[name] else ""
-        cells = [name, str(counts[name]), f"3/{counts[name]}", *_spread(seconds[name])]
+        cells = [name, str(counts[name]), f"3/{counts[name]}", *spread(seconds[name])]
         lines.append("| " + " | ".join([*cells, bound, passed]) + " |")
     return lines
 
@@ -121,7 +120,8 @@ def _name(kind: str, result: Result) -> str:
     return kind
 
 
-def _spread(seconds: list[float]) -> list[str]:
+def spread(seconds: list[float]) -> list[str]:
+    """Return how many there are, their p50, p99 and maximum."""
     if not seconds:
         return ["", "", "", ""]
     if len(seconds) == 1:

@@ -285,9 +285,23 @@ def text_of(result: dict[str, Any], *, seed: str) -> str:
             f"{len(result['violations'])} violations.** "
             f"All had ended {result['quiet']:.1f} s after the last call.",
             "",
-            *report.kinds([result]),
+            "| fault | fail-overs | first job (s): p50, max | all jobs | p50, p99, max (s) |",
+            "|---|---|---|---|---|",
+            *(_line(name, result) for name in FAILOVERS if name + FIRST in result["kinds"]),
         ]
     )
+
+
+def _line(name: str, result: dict[str, Any]) -> str:
+    first, everything = (report.spread(result["recovery"].get(name + e, [])) for e in (FIRST, ALL))
+    cells = [
+        name,
+        str(result["kinds"][name + FIRST]),
+        f"{first[1]}, {first[3]}",
+        everything[0],
+        ", ".join(everything[1:]),
+    ]
+    return "| " + " | ".join(cells) + " |"
 
 
 def _options() -> argparse.Namespace:
