@@ -561,6 +561,8 @@ class DedupWorker(Worker):
 
     def handle_warm_shutdown_request(self) -> None:
         super().handle_warm_shutdown_request()
+        # RQ raises StopRequested now, which logging swallows where the signal meets a log call.
+        self._stop_requested = True
         self._interrupt_at = clock.monotonic() + conf.get().SHUTDOWN_GRACE
 
     def request_force_stop(self, signum: int, frame: Any) -> None:

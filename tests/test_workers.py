@@ -8,7 +8,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ from django.conf import settings
 from django.db import connection, connections, transaction
 from redis import Redis
 from rq import Queue
+from rq.exceptions import StopRequested
 from rq.job import Job as RqJob
 from rq.serializers import DefaultSerializer, JSONSerializer
 
 from dedupjobs import dispatch, lifecycle
 from dedupjobs.dispatch import Delivery
 from dedupjobs.models import AttemptOutcome, JobAttempt, ProcessedJob, Status
+from dedupjobs.worker import DedupWorker
 from tests import live, sessions
 from tests.app import jobs
 from tests.app.models import Ledger
@@ -383,3 +385,19 @@ def test_worker_looks_for_its_redis_every_five_seconds_however_long_it_is_away(
         worker.wait_for_output("retrying in 5 seconds", 20)
         server.restart()
         live.wait_for(jobs.record.enqueue(tag="after"))
+
+
+# ---- SIGTERM
+
+
+def test_stop_that_somebody_swallows_is_remembered(rq_queue: Queue) -> None:
+    worker = DedupWorker([rq_queue], connection=rq_queue.connection)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        with suppress(StopRequested):  # as logging does with whatever a handler raises
+            worker.request_stop(signal.SIGTERM, None)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert worker._stop_requested
