@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n 2
 BATCHES := tests/test_batches.py tests/test_threads.py tests/test_batch_kills.py tests/test_enqueue_many.py
 APART := $(patsubst %,--ignore=tests/%,simulation mutants faults browser)
 
-.PHONY: help demo test browser simulate mutants verify mariadb batches matrix faults campaign growth exhaustive check lint types layers migrations format bench profile bench-observe bench-admin bench-outbox bench-growth bench-faults docs reference package clean
+.PHONY: help demo test browser simulate mutants verify mariadb batches matrix faults sentinel hosts campaign growth exhaustive check lint types layers migrations format bench profile bench-observe bench-admin bench-outbox bench-growth bench-faults docs reference package clean
 
 help: ## List these commands
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -50,8 +50,16 @@ matrix: $(VENV)/.test ## Run the suite on every Python, Django, database and Red
 	$(BIN)/python -m tests.matrix $(if $(ARGS),$(ARGS),--write docs/matrix.md)
 
 faults: $(VENV)/.test ## Strike real processes and servers: every kind of fault, every probe
-	$(BIN)/python -m pytest --ds tests.faults.settings tests/faults
+	$(BIN)/python -m pytest --ds tests.faults.settings tests/faults --ignore tests/faults/test_hosts.py
 	$(BIN)/python -m tests.faults $(ARGS)
+
+sentinel: $(VENV)/.test ## Fail Redis over under load; ARGS="--write docs/hosts.md": the figures
+	$(BIN)/python -m tests.faults.sentinels $(ARGS)
+
+hosts: $(VENV)/.test ## Cut hosts off from each other and heal them, as root; ARGS=--brief: a few
+	$(BIN)/python -m tests.faults.network
+	$(BIN)/python -m pytest --ds tests.faults.settings tests/faults/test_hosts.py $(if $(findstring --brief,$(ARGS)),-m 'not large')
+	$(BIN)/python -m tests.faults.hosts $(ARGS)
 
 campaign: $(VENV)/.test ## The same for HOURS=1 or MINUTES=..., up to JOBS=..., into docs/campaign.md
 	$(BIN)/python -m tests.faults --database postgresql --database sqlite --database mariadb \

@@ -40,6 +40,7 @@ def register_all() -> None:
         _lock_cache,
         _status_cache,
         _invalidated_caches,
+        _sentinels,
         _worker,
         _database_settings,
         _events,
@@ -293,6 +294,63 @@ def _invalidated_caches(**_: Any) -> list[CheckMessage]:
                     )
                 )
     return found
+
+
+def _sentinels(**_: Any) -> list[CheckMessage]:
+    queues = {f"RQ_QUEUES[{name!r}]": given for name, given in _mappings("RQ_QUEUES")}
+    watched = {
+        f"CACHES[{name!r}]": given.get("OPTIONS") or {} for name, given in _mappings("CACHES")
+    }
+    asking = {
+        place: given for place, given in {**queues, **watched}.items() if "SENTINELS" in given
+    }
+    return [
+        *(_asks_long(place) for place, given in asking.items() if not _asks_briefly(given)),
+        *(_reads_a_replica(name) for name, given in _mappings("CACHES") if _is_of_replicas(given)),
+    ]
+
+
+def _mappings(setting: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return what a setting says by name; whatever is no dict there is told by others."""
+    given = getattr(settings, setting, {})
+    pairs = given.items() if isinstance(given, Mapping) else ()
+    return [(name, value) for name, value in pairs if isinstance(value, Mapping)]
+
+
+def _options(cache: Mapping[str, Any]) -> Mapping[str, Any]:
+    return cache.get("OPTIONS") or {}
+
+
+def _asks_briefly(given: Mapping[str, Any]) -> bool:
+    kwargs = given.get("SENTINEL_KWARGS") or {}
+    return {"socket_timeout", "retry"} <= set(kwargs)
+
+
+def _asks_long(place: str) -> CheckMessage:
+    return Warning(
+        f"{place} has SENTINELS without a time-out and retries in SENTINEL_KWARGS: a sentinel "
+        "that is away is asked 11 times, and up to 5 s each time, before the next one is.",
+        hint='Add "SENTINEL_KWARGS": {"socket_timeout": 0.5, "socket_connect_timeout": 0.5, '
+        '"retry": None}.',
+        id="dedupjobs.W014",
+    )
+
+
+def _is_of_replicas(given: Mapping[str, Any]) -> bool:
+    location = given.get("LOCATION")
+    first = location[0] if isinstance(location, (list, tuple)) and location else location
+    client = str(_options(given).get("CLIENT_CLASS", ""))
+    chosen = isinstance(location, str) and client.endswith("SentinelClient")  # it says so itself
+    return isinstance(first, str) and "is_master=0" in first and not chosen
+
+
+def _reads_a_replica(alias: str) -> CheckMessage:
+    return Error(
+        f"CACHES[{alias!r}] sends writes to a replica: is_master=0 stands in its first LOCATION.",
+        hint="Let the first one be the primary (is_master=1, or no is_master), or use "
+        '"django_redis.client.SentinelClient" with one LOCATION, which finds both.',
+        id="dedupjobs.E032",
+    )
 
 
 def _ignores_exceptions(options: dict[str, Any]) -> bool:

@@ -280,6 +280,13 @@ def _of_server(name: str, facts: dict[str, Any]) -> Findings:
     kind = "Valkey" if "valkey_version" in facts else "Redis"
     version = facts.get("valkey_version", facts.get("redis_version", "of unknown version"))
     yield Finding(about="redis", level=OK, words=f"{name}: {kind} {version}")
+    if facts.get("role") == "slave":
+        yield Finding(
+            about="redis",
+            level=FAILURE,
+            words=f"{name} is a replica of {facts.get('master_host')}, and takes no writes",
+            cure="Name the primary, or its sentinels, which know where it is.",
+        )
     policy = str(facts.get("maxmemory_policy", "noeviction"))
     if policy.startswith(EVICTING) and name.startswith("the Redis of queue"):
         yield Finding(

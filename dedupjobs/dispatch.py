@@ -372,10 +372,9 @@ def _answers(queue: str, answers: dict[str, bool]) -> bool:
 def server_of(queue: str) -> str:
     """Return a text that is equal for two queues on the same Redis server and database."""
     try:
-        kwargs = _producer(queue).client.connection_pool.connection_kwargs
+        return wire.address_of(_producer(queue).client)
     except RedisError:  # its settings name none
         return f"none of {queue}"
-    return ":".join(str(kwargs.get(k, "")) for k in ("host", "port", "path", "db"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ def _ask(queues: tuple[str, ...]) -> tuple[Server, dict[str, Worker]]:
     address = queues[0]
     try:
         client = dispatch.client_of(queues[0])
-        address = _address(client)
+        address = wire.address_of(client.redis)
         with client.deadline(conf.get().LOCK_TIMEOUT):
             pipe = client.redis.pipeline(transaction=False)
             pipe.info("memory")
@@ -99,13 +99,6 @@ def _ask(queues: tuple[str, ...]) -> tuple[Server, dict[str, Worker]]:
         return Server(address=address, queues=queues, trouble=trouble), {}
     used, limit = memory.get("used_memory", 0), memory.get("maxmemory", 0)
     return Server(address=address, queues=queues, used=used, limit=limit), workers
-
-
-def _address(client: wire.Client) -> str:
-    known = client.redis.connection_pool.connection_kwargs
-    if path := known.get("path"):
-        return f"{path}/{known.get('db', 0)}"
-    return f"{known.get('host', 'sentinel')}:{known.get('port', '')}/{known.get('db', 0)}"
 
 
 def _workers(client: wire.Client, keys: Any) -> dict[str, Worker]:

@@ -8,6 +8,7 @@ second, in which calls fail at once.
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeout
 from redis.retry import Retry
+from redis.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection
 
 from dedupjobs import clock, conf
 
@@ -28,6 +30,7 @@ UNREACHABLE = (RedisError, OSError, NotImplementedError, AttributeError)
 
 FREE = 0.010  # seconds; faster calls cost the budget nothing
 NEAR = 0.005  # seconds by which a deadline may be missed
+ASKED = 3.0  # seconds in which a worker asks all its sentinels
 WINDOW = 1.0  # seconds that a budget and an open breaker last
 
 
@@ -88,13 +91,16 @@ class DeadlineConnection:
     Mixed into redis-py's connection class: one deadline for connect, handshake and replies.
 
     A socket time-out alone bounds each single wait, and a first push has half a dozen of them.
+    ``parts``: of what is left, one wait may take this part, since others can answer as well.
     """
 
     deadline: Deadline
+    parts: int = 1
 
     def _limit(self: Any) -> None:
         left = self.deadline.left()
         if left is not None:
+            left /= self.parts
             self.socket_connect_timeout = left
             if self._sock and not _is_near(self._sock.gettimeout(), left):
                 self._sock.settimeout(left)
@@ -118,35 +124,98 @@ class DeadlineConnection:
         return super().read_response(*args, **kwargs)  # type: ignore[misc]
 
 
+class TidyConnection:
+    """
+    Mixed in behind Sentinel: a call that is cut off closes its connection, as everywhere else.
+
+    redis-py (8.1) leaves it open there, so the next call would read what this one had asked for:
+    after a time-out of a job, or after the SIGTERM that ends a worker's wait for a message.
+    """
+
+    def read_response(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs.setdefault("disconnect_on_error", True)
+        return super().read_response(*args, **kwargs)  # type: ignore[misc]
+
+
+def _tidy(kind: Any) -> Any:
+    if not issubclass(kind, SentinelManagedConnection) or issubclass(kind, TidyConnection):
+        return kind
+    return type("TidyConnection", (TidyConnection, kind), {})
+
+
 def _is_near(one: float | None, other: float) -> bool:
     """Whether a time-out need not be set again, which costs a system call per command."""
     return one is not None and abs(one - other) < NEAR
 
 
-def own_client(source: Redis, *, timeout: float, deadline: Deadline | None = None) -> Redis:
+def own_client(
+    source: Redis, *, timeout: float, deadline: Deadline | None = None, parts: int = 1
+) -> Redis:
     """
     Return a client to the same server as ``source`` with its own pool and no retries.
 
     redis-py repeats a command whose reply was lost, which doubles a push and makes a lock look
-    taken; and a pool shared with an RQ worker has time-outs of minutes.
+    taken; and a pool shared with an RQ worker has time-outs of minutes. Behind Sentinel the same
+    goes for the questions who the primary is: ``parts`` sentinels share the time.
     """
     pool = source.connection_pool
     kwargs = {
         **pool.connection_kwargs,
-        "socket_timeout": timeout,
-        "socket_connect_timeout": timeout,
+        "socket_timeout": timeout / parts,
+        "socket_connect_timeout": timeout / parts,
         "retry": Retry(NoBackoff(), 0),
         "driver_info": None,  # two round trips and a look into package metadata, per connection
         "retry_on_timeout": False,
         "retry_on_error": [],
     }
-    kind: Any = pool.connection_class
-    if hasattr(pool, "sentinel_manager"):  # it finds its server by itself; only limit the waits
-        pool.connection_kwargs.update(kwargs)
-        return source
+    kind = _tidy(pool.connection_class)
     if deadline is not None:
-        kind = type("DeadlineConnection", (DeadlineConnection, kind), {"deadline": deadline})
+        limits = {"deadline": deadline, "parts": parts}
+        kind = type("DeadlineConnection", (DeadlineConnection, kind), limits)
+    if isinstance(pool, SentinelConnectionPool):
+        del kwargs["connection_pool"]  # the new one puts itself there
+        kwargs |= {"is_master": pool.is_master, "check_connection": pool.check_connection}
+        sentinels = _own_sentinels(pool.sentinel_manager, timeout, deadline)
+        found = type(pool)(pool.service_name, sentinels, connection_class=kind, **kwargs)
+        return Redis(connection_pool=found)
     return Redis(connection_pool=type(pool)(connection_class=kind, **kwargs))
+
+
+def _own_sentinels(found: Sentinel, timeout: float, deadline: Deadline | None) -> Sentinel:
+    """Return who is asked for the primary: one that is away leaves time for the others."""
+    own = copy.copy(found)
+    parts = len(found.sentinels)
+    own.sentinels = [
+        own_client(one, timeout=timeout, deadline=deadline, parts=parts) for one in found.sentinels
+    ]
+    return own
+
+
+def mend(client: Redis) -> None:
+    """Let a worker's own client, behind Sentinel, stay in step and ask sentinels briefly."""
+    pool = client.connection_pool
+    if isinstance(pool, SentinelConnectionPool):
+        pool.connection_class = _tidy(pool.connection_class)
+        pool.sentinel_manager = _own_sentinels(pool.sentinel_manager, ASKED, None)
+        pool.proxy.sentinel_manager = pool.sentinel_manager
+        pool.disconnect()
+
+
+def address_of(client: Redis) -> str:
+    """Return where a client's server stands; equal for two clients of the same database."""
+    pool = client.connection_pool
+    known = pool.connection_kwargs
+    if isinstance(pool, SentinelConnectionPool):
+        manager: Sentinel = pool.sentinel_manager
+        watchers = sorted(_host_of(one.connection_pool) for one in manager.sentinels)
+        place = f"{pool.service_name} by {','.join(watchers)}"
+    else:
+        place = known.get("path") or _host_of(pool)
+    return f"{place}/{known.get('db') or 0}"
+
+
+def _host_of(pool: Any) -> str:
+    return f"{pool.connection_kwargs.get('host', '')}:{pool.connection_kwargs.get('port', '')}"
 
 
 def close(made: Any) -> None:
@@ -157,8 +226,15 @@ def close(made: Any) -> None:
     """
     if made.cache_info().currsize:
         client = made()
-        getattr(client, "redis", client).connection_pool.disconnect()
+        _disconnect(getattr(client, "redis", client).connection_pool)
     made.cache_clear()
+
+
+def _disconnect(pool: Any) -> None:
+    pool.disconnect()
+    if isinstance(pool, SentinelConnectionPool):
+        for sentinel in pool.sentinel_manager.sentinels:
+            sentinel.connection_pool.disconnect()
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ from dedupjobs import (
     registry,
     runner,
     vitals,
+    wire,
 )
 from dedupjobs.books import Books, Entry, Pace, Taken, Till
 from dedupjobs.coordinator import Coordinator
@@ -66,6 +67,7 @@ from dedupjobs.registry import Options
 from dedupjobs.visible import line
 
 IDLE_WAIT = 2  # seconds that an idle worker blocks in Redis before it looks at its coordinator
+REPLY_WITHIN = 3  # seconds after which a Redis that does not answer is asked on a new connection
 HEARTBEAT_EVERY = 10.0  # seconds between what RQ writes nine times a job; its own patience is 60
 MOST_RAISED = 3_000  # bytes of a traceback; so short a message is never cut in a pipe
 RQ_GRACE = 60.0  # seconds after which RQ's worker kills a horse that its alarm has not ended
@@ -76,11 +78,13 @@ class DedupWorker(Worker):
     """See the module's docstring."""
 
     reads_json = True
+    max_connection_wait_time = 5.0  # seconds between two tries to reach Redis; RQ's are up to 60
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Whatever the command line says: producers write JSON for exactly this class.
         kwargs["serializer"] = Serializer
         super().__init__(*args, **kwargs)
+        wire.mend(self.connection)
         self.job_class = guarded(self.job_class)
         for queue in self.queues:  # RQ's housekeeping reads with what stands there
             queue.job_class, queue.serializer = self.job_class, Serializer
@@ -144,6 +148,10 @@ class DedupWorker(Worker):
     @property
     def dequeue_timeout(self) -> int:
         return min(super().dequeue_timeout, IDLE_WAIT)
+
+    @property
+    def connection_timeout(self) -> int:
+        return self.dequeue_timeout + REPLY_WITHIN
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
         if pipeline is not None:
@@ -553,6 +561,8 @@ class DedupWorker(Worker):
 
     def handle_warm_shutdown_request(self) -> None:
         super().handle_warm_shutdown_request()
+        # RQ raises StopRequested now, which logging swallows where the signal meets a log call.
+        self._stop_requested = True
         self._interrupt_at = clock.monotonic() + conf.get().SHUTDOWN_GRACE
 
     def request_force_stop(self, signum: int, frame: Any) -> None:

@@ -25,8 +25,8 @@ ONCE = (
     "admin_input", "admin_permissions", "admin_truth", "admin_unfold", "admin_why", "alert_rules",
     "backoff", "commands", "conf", "contrib", "deployment", "docs", "endings", "event_hooks",
     "event_settings", "keys", "logs", "moving", "peers", "policy_checks", "pressure", "readme",
-    "registry", "security", "slots", "tasks", "testing", "tracing", "translations", "tutorial",
-    "vitals",
+    "registry", "security", "sentinel", "slots", "tasks", "testing", "tracing", "translations",
+    "tutorial", "vitals",
 )  # fmt: skip
 DATABASE = os.environ.get("DEDUPJOBS_TEST_DB", "sqlite")
 collect_ignore = [f"test_{name}.py" for name in ONCE] if DATABASE != "sqlite" else []

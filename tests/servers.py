@@ -42,7 +42,14 @@ class Server:
         # Not below TMPDIR: that may be closed to the user PostgreSQL runs as.
         self.home = Path(tempfile.mkdtemp(prefix="dedupjobs-", dir="/tmp"))
         self.port = 0
+        self.host = HOST
+        self.before: tuple[str, ...] = ()
         self.process: subprocess.Popen[bytes] | None = None
+
+    def placed(self, host: str, before: tuple[str, ...]) -> Self:
+        """Serve at another address; ``before``: what enters the place that has it."""
+        self.host, self.before = host, before
+        return self
 
     def __enter__(self) -> Self:
         try:
@@ -98,16 +105,20 @@ class Server:
         return (self.home / "output").read_text(errors="replace")
 
     def _launch(self) -> None:
+        command, user = self._command(), self._user()
+        if self.before and user:  # who enters must still be root
+            command = [*become(user["user"], user["group"]), *command]
+            user = {}
         with (self.home / "output").open("wb") as output:
             self.process = subprocess.Popen(
-                self._command(),
+                [*self.before, *command],
                 cwd=self.home,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 # Ctrl-C is for pytest, which then stops its servers.
                 start_new_session=True,
-                **self._user(),
+                **user,
             )
         until(self._answers, START_SECONDS, what=f"{type(self).__name__} answers")
 
@@ -145,7 +156,7 @@ class Valkey(Server):
     @property
     def url(self) -> str:
         """The address without a database number."""
-        return f"redis://{HOST}:{self.port}"
+        return f"redis://{self.host}:{self.port}"
 
     def client(self, db: int = 0) -> redis.Redis:
         """Return a new client with its own pool; the caller closes it."""
@@ -154,7 +165,8 @@ class Valkey(Server):
     def _command(self) -> list[str]:
         return [
             self.binary,
-            *("--port", str(self.port), "--bind", HOST, "--dir", str(self.home)),
+            *("--port", str(self.port), "--bind", self.host, "--dir", str(self.home)),
+            *(("--protected-mode", "no") if self.host != HOST else ()),
             *("--save", "", "--appendonly", "no", "--databases", "256"),
             *self.extra,
         ]
@@ -166,6 +178,38 @@ class Valkey(Server):
                 return client.info("server")["process_id"] == self.process.pid
         except redis.ConnectionError:
             return False
+
+
+class Sentinel(Valkey):
+    """Watches over one primary, called ``SERVICE``, with ``quorum - 1`` others at least."""
+
+    SERVICE = "jobs"
+
+    def __init__(self, primary: Valkey, *, quorum: int = 1) -> None:
+        super().__init__(bundled=True)
+        self.primary = primary
+        self.quorum = quorum
+
+    def _command(self) -> list[str]:
+        file = self.home / "sentinel.conf"
+        file.write_text(
+            f"port {self.port}\nbind {HOST}\ndir {self.home}\n"
+            f"sentinel monitor {self.SERVICE} {HOST} {self.primary.port} {self.quorum}\n"
+            f"sentinel down-after-milliseconds {self.SERVICE} 500\n"
+            f"sentinel failover-timeout {self.SERVICE} 3000\n"
+        )
+        return [self.binary, str(file), "--sentinel"]
+
+    def primary_port(self) -> int:
+        """Return the port of the server that is the primary now, as this sentinel sees it."""
+        with self.client() as client:
+            address = client.sentinel_get_master_addr_by_name(self.SERVICE)
+        return int(address[1])
+
+    def replicas(self) -> int:
+        """Return how many replicas this sentinel knows."""
+        with self.client() as client:
+            return int(client.sentinel_master(self.SERVICE)["num-slaves"])
 
 
 class PostgreSQL(Server):
@@ -180,17 +224,20 @@ class PostgreSQL(Server):
         self._give_away(self.home)
         self.bin = self._readable_installation() / "bin"
         self._run("initdb", "-D", "data", "-U", self.user, "-A", "trust", "-E", "UTF8", "--no-sync")
+        if self.host != HOST:
+            with (self.home / "data" / "pg_hba.conf").open("a") as rules:
+                rules.write("host all all samenet trust\n")
         super().start()
 
     def connect(self, dbname: str = "postgres") -> psycopg.Connection[Any]:
         """Return a new connection in autocommit mode; the caller closes it."""
         return psycopg.connect(
-            host=HOST, port=self.port, user=self.user, dbname=dbname, autocommit=True
+            host=self.host, port=self.port, user=self.user, dbname=dbname, autocommit=True
         )
 
     def _command(self) -> list[str]:
         settings = {
-            "listen_addresses": HOST,
+            "listen_addresses": self.host,
             "unix_socket_directories": "",
             "max_connections": "200",
             "fsync": "off",
@@ -264,6 +311,11 @@ class PostgreSQL(Server):
         )
         if done.returncode != 0:
             raise ServerFailed(done.stdout + done.stderr)
+
+
+def become(user: int, group: int) -> list[str]:
+    """Return what stands before a command that shall run as somebody else."""
+    return ["setpriv", f"--reuid={user}", f"--regid={group}", "--clear-groups"]
 
 
 def _package(name: str) -> Path:

@@ -153,6 +153,43 @@ def test_settings_that_do_not_go_together_are_w009(given: dict[str, Any], words:
         assert words in only("dedupjobs.W009").msg
 
 
+# ---- Sentinel
+
+ASKED = {"socket_timeout": 0.5, "retry": None}
+
+
+@pytest.mark.parametrize("kwargs", [None, {}, {"socket_timeout": 1}, {"retry": None}])
+def test_sentinels_that_are_asked_for_long_are_w014(kwargs: Any) -> None:
+    queue = {"SENTINELS": [("a", 1)], "MASTER_NAME": "jobs", "DB": 0, "SENTINEL_KWARGS": kwargs}
+    with override_settings(RQ_QUEUES={**settings.RQ_QUEUES, "low": queue}):
+        assert "RQ_QUEUES['low'] has SENTINELS without" in only("dedupjobs.W014").msg
+    queue["SENTINEL_KWARGS"] = ASKED
+    with override_settings(RQ_QUEUES={**settings.RQ_QUEUES, "low": queue}):
+        assert "dedupjobs.W014" not in found()
+
+
+def test_cache_whose_sentinels_are_asked_for_long_is_w014() -> None:
+    options = {"SENTINELS": [("a", 1)], "CLIENT_CLASS": "django_redis.client.SentinelClient"}
+    cache = {**settings.CACHES["default"], "OPTIONS": options}
+    with override_settings(CACHES={"default": settings.CACHES["default"], "watched": cache}):
+        assert "CACHES['watched'] has SENTINELS without" in only("dedupjobs.W014").msg
+
+
+@pytest.mark.parametrize(
+    ("location", "wrong"),
+    [
+        ("redis://jobs/1?is_master=0", True),
+        (["redis://jobs/1?is_master=0", "redis://jobs/1"], True),
+        (["redis://jobs/1?is_master=1", "redis://jobs/1?is_master=0"], False),
+        ("redis://jobs/1", False),
+    ],
+)
+def test_cache_that_writes_to_a_replica_is_e030(location: Any, wrong: bool) -> None:
+    cache = {**settings.CACHES["default"], "LOCATION": location}
+    with override_settings(CACHES={"default": settings.CACHES["default"], "watched": cache}):
+        assert ("dedupjobs.E030" in found()) is wrong
+
+
 # ---- jobs and queues
 
 
@@ -486,7 +523,7 @@ def test_redis_that_does_not_answer_is_w006_at_deploy_only() -> None:
 def test_handler_of_a_consumer_that_nobody_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handlers, "_handlers", {})
     events.register()
-    message = only("dedupjobs.E030")
+    message = only("dedupjobs.E032")
     assert "takes 'order.*' for consumer 'audit', which INBOX['CONSUMERS'] lacks" in message.msg
 
 

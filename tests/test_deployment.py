@@ -27,7 +27,7 @@ from dedupjobs.models import AttemptOutcome
 from tests import live
 from tests.app import jobs
 from tests.live import PATIENCE, Spawn
-from tests.servers import HOST, Valkey
+from tests.servers import HOST, Sentinel, Valkey
 from tests.tls import Terminator, certificate
 from tests.waiting import until
 
@@ -188,24 +188,6 @@ def test_user_of_the_recipe_may_do_nothing_else(acl: Valkey, command: tuple[str,
     assert "NOPERM" in str(refused.value) or "permission" in str(refused.value).lower()
 
 
-class Sentinel(Valkey):
-    """Watches over one master called ``jobs``."""
-
-    def __init__(self, master: Valkey) -> None:
-        super().__init__(bundled=True)
-        self.master = master
-
-    def _command(self) -> list[str]:
-        file = self.home / "sentinel.conf"
-        file.write_text(
-            f"port {self.port}\nbind {HOST}\ndir {self.home}\n"
-            f"sentinel monitor jobs {HOST} {self.master.port} 1\n"
-            "sentinel down-after-milliseconds jobs 500\n"
-            "sentinel failover-timeout jobs 3000\n"
-        )
-        return [self.binary, str(file), "--sentinel"]
-
-
 @heavy
 @with_database
 def test_work_goes_on_after_a_failover(spawn: Spawn) -> None:
@@ -213,22 +195,20 @@ def test_work_goes_on_after_a_failover(spawn: Spawn) -> None:
         replica = Valkey("--replicaof", HOST, str(master.port), bundled=True)
         with replica, Sentinel(master) as sentinel:
             given = settings_of(
-                "Sentinel", **{'"sentinel.example", 26379': f'"{HOST}", {sentinel.port}'}
+                "Sentinel",
+                **{
+                    f'"sentinel-{number}.example", 26379': f'"{HOST}", {port}'
+                    for number, port in enumerate((1, sentinel.port, 1), 1)
+                },
             )
             with live.changed(**given):
                 live_a_life(spawn, given)
                 worker = start(spawn, given, PUSH_TIMEOUT=1)
-                with sentinel.client() as client:
-                    until(lambda: client.sentinel_master("jobs")["num-slaves"] == 1, PATIENCE)
-                    master.kill()
-                    until(lambda: _master_of(client) == replica.port, PATIENCE)
+                until(lambda: sentinel.replicas() == 1, PATIENCE)
+                master.kill()
+                until(lambda: sentinel.primary_port() == replica.port, PATIENCE)
                 live.wait_for(jobs.record.enqueue(tag="after"), seconds=90)
                 assert worker.is_alive()
-
-
-def _master_of(client: redis.Redis) -> int:
-    address = client.sentinel_get_master_addr_by_name("jobs")
-    return int(address[1])
 
 
 # ---- systemd

@@ -459,6 +459,14 @@ def test_doctor_sees_eviction_memory_and_a_disk_that_is_full(own_redis: Valkey) 
         assert FAILURE in levels
 
 
+def test_doctor_sees_a_replica_where_the_primary_should_be(own_redis: Valkey) -> None:
+    with own_redis.client() as admin:
+        admin.replicaof("127.0.0.1", 1)
+    found = [finding for finding in examined()["redis"] if finding.level == FAILURE]
+    assert len(found) == 2  # of locks, and of the queues
+    assert all("is a replica of 127.0.0.1, and takes no writes" in one.words for one in found)
+
+
 @pytest.mark.parametrize("fault", ["stopped", "hanging"])
 @pytest.mark.large
 def test_doctor_says_soon_that_redis_is_away(own_redis: Valkey, fault: str) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import signal
 import threading
+import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,19 @@ from django.conf import settings
 from django.db import connection, connections, transaction
 from redis import Redis
 from rq import Queue
+from rq.exceptions import StopRequested
 from rq.job import Job as RqJob
 from rq.serializers import DefaultSerializer, JSONSerializer
 
 from dedupjobs import dispatch, lifecycle
 from dedupjobs.dispatch import Delivery
 from dedupjobs.models import AttemptOutcome, JobAttempt, ProcessedJob, Status
+from dedupjobs.worker import DedupWorker
 from tests import live, sessions
 from tests.app import jobs
 from tests.app.models import Ledger
 from tests.live import DEDUP, PATIENCE, SIMPLE, STOCK, Spawn, with_server, with_sqlite
+from tests.servers import Valkey
 from tests.waiting import until
 
 FAILED, SUCCEEDED = AttemptOutcome.FAILED, AttemptOutcome.SUCCEEDED
@@ -348,3 +353,51 @@ def test_500_jobs_run_once_each_on_sqlite_while_the_web_writes(spawn: Spawn) -> 
     assert errors == [], "nobody was told that the database is locked"
     assert list(JobAttempt.objects.values_list("outcome", flat=True)) == [SUCCEEDED] * 500
     assert Ledger.objects.exclude(tag="web").count() == 500
+
+
+# ---- a Redis that is there and says nothing
+
+
+@pytest.mark.large
+@with_sqlite
+def test_worker_gives_a_silent_redis_up_within_seconds_and_comes_back(spawn: Spawn) -> None:
+    with Valkey() as server, live.changed(**live.redis_at(server.url)):
+        worker = live.start_worker(spawn, env={"DEDUPJOBS_TEST_REDIS": server.url})
+        assert server.process is not None
+        server.process.send_signal(signal.SIGSTOP)
+        try:
+            worker.wait_for_output("Redis is away: Timeout", 9)
+        finally:
+            server.process.send_signal(signal.SIGCONT)
+        begun = time.monotonic()
+        live.wait_for(jobs.record.enqueue(tag="after"))
+        assert time.monotonic() - begun < 8
+
+
+@pytest.mark.large
+@with_sqlite
+def test_worker_looks_for_its_redis_every_five_seconds_however_long_it_is_away(
+    spawn: Spawn,
+) -> None:
+    with Valkey() as server, live.changed(**live.redis_at(server.url)):
+        worker = live.start_worker(spawn, env={"DEDUPJOBS_TEST_REDIS": server.url})
+        server.kill()
+        worker.wait_for_output("retrying in 5 seconds", 20)
+        server.restart()
+        live.wait_for(jobs.record.enqueue(tag="after"))
+
+
+# ---- SIGTERM
+
+
+def test_stop_that_somebody_swallows_is_remembered(rq_queue: Queue) -> None:
+    worker = DedupWorker([rq_queue], connection=rq_queue.connection)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        with suppress(StopRequested):  # as logging does with whatever a handler raises
+            worker.request_stop(signal.SIGTERM, None)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert worker._stop_requested

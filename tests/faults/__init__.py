@@ -4,6 +4,7 @@ Real faults on real processes and servers, with a count of what was lost or done
     python -m tests.faults --help        (make faults, make campaign)
 
     house      the servers of one stage, each behind a proxy: Valkey, and PostgreSQL or MariaDB
+    ward       a stage's side of a nursery, one per host
     nursery    forks workers, coordinators and enqueuers from a process that has Django loaded
     arming     in those processes: dies, stops or is told to end where the stage has armed a probe
     app        the jobs, and their effects
@@ -14,4 +15,7 @@ Real faults on real processes and servers, with a count of what was lost or done
     judge      the invariants of docs/design.md §7, asked after a quiet phase
     play       one stage from start to verdict, in a process of its own
     report     the table
+
+    sentinels  another stage: fail-overs of a Redis that Sentinel watches (make sentinel)
+    hosts      another one: cuts between hosts (make hosts), on a network of namespaces
 """

@@ -83,7 +83,13 @@ SERVERS: dict[str, type[Server]] = {"postgresql": KeptPostgreSQL, "mariadb": Kep
 
 
 class House:
-    """Valkey and the database of a stage. ``env()`` leads its actors through the proxies."""
+    """
+    Valkey and the database of a stage. ``env()`` leads its actors through the proxies.
+
+    ``hosts``: where actors may run, by what stands before a command that shall run there.
+    """
+
+    hosts: dict[str, tuple[str, ...]] = {"": ()}
 
     def __init__(self, database: str, home: Path) -> None:
         self.database = database
@@ -113,26 +119,34 @@ class House:
 
     def env(self, *, direct: bool, settings: dict[str, Any], worker: str) -> dict[str, str]:
         """Return the variables of a process; ``direct``: past the proxies, for the judge."""
-        port = self.valkey.port if direct else self.redis_proxy.port
         found = {
             "DJANGO_SETTINGS_MODULE": "tests.faults.settings",
             "FAULTS_HOME": str(self.home),
             "DEDUPJOBS_TEST_HOME": str(self.home),
             "DEDUPJOBS_TEST_DB": self.database,
-            "DEDUPJOBS_TEST_REDIS": f"redis://{HOST}:{port}",
+            "DEDUPJOBS_TEST_REDIS": self.redis_url(direct=direct),
             "DEDUPJOBS_TEST_WORKER": worker,
             "DEDUPJOBS_TEST_SETTINGS": json.dumps(settings),
-            "FAULTS_LEASE": str(LEASES[settings is BRISK]),
+            "FAULTS_LEASE": str(LEASES[BRISK.items() <= settings.items()]),
             "DEDUPJOBS_TEST_LOG": "WARNING",
             "DEDUPJOBS_TEST_DB_NAME": self._database_name(),
             "PYTHONPATH": os.getcwd(),
             "PYTHONUNBUFFERED": "1",
         }
-        if self.server is not None and self.db_proxy is not None:
-            port = self.server.port if direct else self.db_proxy.port
-            found[f"DEDUPJOBS_TEST_{self.database.upper()}"] = f"{HOST}:{port}"
+        if self.server is not None:
+            address = self.server_address(direct=direct)
+            found[f"DEDUPJOBS_TEST_{self.database.upper()}"] = address
         found.pop("PYTEST_XDIST_WORKER", None)
         return found
+
+    def redis_url(self, *, direct: bool) -> str:
+        """Return where Redis is found, without a database number."""
+        return f"redis://{HOST}:{self.valkey.port if direct else self.redis_proxy.port}"
+
+    def server_address(self, *, direct: bool) -> str:
+        """Return the host and port of the database's server, if it has one."""
+        assert self.db_proxy is not None
+        return f"{HOST}:{self.server.port if direct else self.db_proxy.port}"
 
     def _database_name(self) -> str:
         names = {"sqlite": str(self.home / "stage.sqlite3"), "postgresql": "postgres"}

@@ -27,6 +27,7 @@ from dedupjobs.models import (
     Status,
     StepState,
 )
+from dedupjobs.runner import FIRST_LEASE
 from tests.faults.app.models import Applied, Effect
 
 Lines = list[dict[str, Any]]
@@ -278,6 +279,18 @@ def leaks() -> Iterator[str]:
             for key in client.scan_iter("*dedupjobs*", count=1000):
                 if client.ttl(key) == -1 and key.removeprefix("rq:job:") not in known:
                     yield f"I8: {key} has no end"
+
+
+def stuck(quiet: float) -> Iterator[str]:
+    """
+    I8: a lock that nobody could release goes by itself; ``quiet``: seconds since the last job.
+
+    Not where a clock was moved, which keeps it.
+    """
+    with redis.Redis.from_url(settings.CACHE_URL, decode_responses=True) as client:
+        for key in client.scan_iter("*dedupjobs:lock:*", count=1000):
+            if (left := client.ttl(key)) > FIRST_LEASE - quiet:
+                yield f"I8: {key} is held for another {left} s"
 
 
 def _in_rqs_hands(client: redis.Redis) -> set[str]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tests.faults.stage import Stage
 
 LOSS_EVERY = 2.0  # seconds
+QUIET = 6.0  # seconds between the last job and the verdict
 LAST_CHANCE = 25.0  # seconds for probes that nobody has come by
 
 
@@ -72,36 +73,54 @@ def _options() -> argparse.Namespace:
 
 def _play(options: argparse.Namespace, home: Path) -> dict[str, Any]:
     settings = houses.USUAL if options.usual else houses.BRISK
-    with House(options.database, home) as house:
-        os.environ.update(house.env(direct=True, settings=settings, worker=options.worker))
-        os.environ["FAULTS_SEED"] = options.seed
-        import django
-        from django.core.management import call_command
 
-        django.setup()
-        call_command("migrate", run_syncdb=True, verbosity=0)
+    def make(house: House) -> Stage:
         from tests.faults.stage import Stage
 
         stage = Stage(house, options.worker, options.seed, settings, options.pace)
         stage.backlog = options.backlog
-        begun = time.monotonic()
-        with stage:
-            unhit = _strike(stage, options)
-            struck_for = time.monotonic() - begun
-            quiet = _calm(stage)
-            verdict = _judge(stage)
-        return {
-            "database": options.database,
-            "worker": options.worker,
-            "seconds": time.monotonic() - begun,
-            "struck_for": struck_for,
-            "quiet": quiet,
-            "lease": houses.LEASES[not options.usual],
-            "reclaim_every": settings.get("RECLAIM_EVERY", 5),
-            "leader_ttl": settings.get("LEADER_TTL", 10),
-            "unhit": unhit,
-            **verdict,
-        }
+        return stage
+
+    with House(options.database, home) as house:
+        enter(house, settings=settings, worker=options.worker, seed=options.seed)
+        return perform(make(house), lambda stage: _strike(stage, options))
+
+
+def enter(house: House, *, settings: dict[str, Any], worker: str, seed: str) -> None:
+    """Make this process the one that drives and judges a stage in this house."""
+    os.environ.update(house.env(direct=True, settings=settings, worker=worker))
+    os.environ["FAULTS_SEED"] = seed
+    import django
+    from django.core.management import call_command
+
+    django.setup()
+    call_command("migrate", run_syncdb=True, verbosity=0)
+
+
+def perform(stage: Stage, strike: Callable[[Stage], list[str]]) -> dict[str, Any]:
+    """
+    Let a stage run, and return what came of it; ``strike`` lets everything go wrong, and returns
+    the probes that nobody has come by.
+    """
+    begun = time.monotonic()
+    with stage:
+        unhit = strike(stage)
+        struck_for = time.monotonic() - begun
+        quiet = _calm(stage)
+        verdict = _judge(stage)
+    usual = {"RECLAIM_EVERY": 5, "LEADER_TTL": 10, **stage.settings}
+    return {
+        "database": stage.house.database,
+        "worker": stage.worker,
+        "seconds": time.monotonic() - begun,
+        "struck_for": struck_for,
+        "quiet": quiet,
+        "lease": float(os.environ["FAULTS_LEASE"]),
+        "reclaim_every": usual["RECLAIM_EVERY"],
+        "leader_ttl": usual["LEADER_TTL"],
+        "unhit": unhit,
+        **verdict,
+    }
 
 
 # ---- faults
@@ -245,7 +264,7 @@ def _calm(stage: Stage) -> float:
     stage.wait_until(lambda: not stage.active(), stage.bound)
     quiet = time.monotonic() - begun
     stage.wait_until(stage.told, stage.bound)
-    stage.pause(6)  # the locks of the last ones go with their leases, at the latest
+    stage.pause(QUIET)  # the locks of the last ones go with their leases, at the latest
     return quiet
 
 

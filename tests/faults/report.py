@@ -7,6 +7,7 @@ import platform
 import subprocess
 from collections import Counter, defaultdict
 from importlib.metadata import version
+from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
@@ -49,6 +50,16 @@ def summary(results: list[Result], *, seed: str, seconds: float) -> str:
     if violations:
         lines += ["", "Violations:", "", *[f"- {v}" for v in violations]]
     return "\n".join(lines)
+
+
+def insert(page: Path, name: str, text: str) -> None:
+    """Replace what stands in a page between the two marks of this name."""
+    begin, end = f"<!-- {name}: written by make {name} -->", f"<!-- {name}: end -->"
+    before, _, rest = page.read_text().partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise LookupError(f"{page} has no {begin} … {end}")
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
 
 
 def _stages(results: list[Result]) -> list[str]:
@@ -97,7 +108,7 @@ def _kinds(results: list[Result]) -> list[str]:
     for name in sorted(counts):
         bound = f"{max(bounds[name]):.0f}" if bounds[name] else ""
         passed = str(over[name]) if bounds[name] else ""
-        cells = [name, str(counts[name]), f"3/{counts[name]}", *_spread(seconds[name])]
+        cells = [name, str(counts[name]), f"3/{counts[name]}", *spread(seconds[name])]
         lines.append("| " + " | ".join([*cells, bound, passed]) + " |")
     return lines
 
@@ -109,7 +120,8 @@ def _name(kind: str, result: Result) -> str:
     return kind
 
 
-def _spread(seconds: list[float]) -> list[str]:
+def spread(seconds: list[float]) -> list[str]:
+    """Return how many there are, their p50, p99 and maximum."""
     if not seconds:
         return ["", "", "", ""]
     if len(seconds) == 1:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
@@ -35,6 +33,8 @@ from tests.faults import arming, enqueuer, ledger
 from tests.faults.app.jobs import LEASE
 from tests.faults.app.models import Applied
 from tests.faults.house import House, faketime
+from tests.faults.judge import ENDLESS
+from tests.faults.ward import Ward
 
 WORKERS = 3
 ENQUEUERS = 1
@@ -47,13 +47,16 @@ PAUSE_AFTER_FAILURE = 0.5  # seconds, as a supervisor of processes has it
 
 @dataclass(slots=True)
 class Actor:
-    """A process of the stage. ``wanted``: it is started again when it ends."""
+    """
+    A process of the stage. ``wanted``: it is started again when it ends. ``host``: where it runs.
+    """
 
     name: str
     role: str
     argv: list[str]
     pid: int = 0
     wanted: bool = True
+    host: str = ""
     lives: int = 0
     started: float = 0.0
     failures: int = 0  # lives in a row that ended at once
@@ -95,8 +98,6 @@ class Stage:
         self._wakes: list[tuple[float, int]] = []
         self._second: list[tuple[float, int]] = []
         self._seen = 0
-        self._text = b""
-        self._pids: list[int] = []
         self._exits: dict[int, int] = {}
         self.vanished: list[Any] = []
         self.losses_brought = 0.0
@@ -113,22 +114,8 @@ class Stage:
             (self.home / folder).mkdir()
         self.set_pace(self.pace)
         env = self._env()
-        self.nursery = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.nursery"],
-            env={**os.environ, **env},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        for _ in range(WORKERS):
-            self.add("worker", "rqworker", "default")
-        if not self.dedup:
-            for _ in range(STOCK_COORDINATORS):
-                self.add("coordinator", "dedupjobs_coordinator")
-        for _ in range(ENQUEUERS):
-            self.add("enqueuer")
-        for _ in range(CONSUMERS):
-            self.add("consumer", "dedupjobs_consume")
+        self.wards = {host: Ward(env, before) for host, before in self.house.hosts.items()}
+        self.cast()
         # Of its own, since a stopped process may hold the database that the stage waits for.
         self._minder = threading.Thread(target=self._mind, daemon=True)
         self._minder.start()
@@ -141,9 +128,20 @@ class Stage:
             if actor.popen is not None:
                 actor.popen.kill()
                 actor.popen.wait()
-        assert self.nursery.stdin is not None
-        self.nursery.stdin.close()
-        self.nursery.wait(30)
+        for ward in self.wards.values():
+            ward.close()
+
+    def cast(self) -> None:
+        """Start who shall be there from the beginning."""
+        for _ in range(WORKERS):
+            self.add("worker", "rqworker", "default")
+        if not self.dedup:
+            for _ in range(STOCK_COORDINATORS):
+                self.add("coordinator", "dedupjobs_coordinator")
+        for _ in range(ENQUEUERS):
+            self.add("enqueuer")
+        for _ in range(CONSUMERS):
+            self.add("consumer", "dedupjobs_consume")
 
     def _env(self) -> dict[str, str]:
         env = self.house.env(direct=False, settings=self.settings, worker=self.worker)
@@ -162,9 +160,9 @@ class Stage:
 
     # ---- actors
 
-    def add(self, role: str, *argv: str, wanted: bool = True, **env: str) -> Actor:
+    def add(self, role: str, *argv: str, wanted: bool = True, host: str = "", **env: str) -> Actor:
         """Start an actor; with ``env`` as a program of its own, since variables can not change."""
-        actor = Actor(f"{role}{len(self.actors)}", role, list(argv), wanted=wanted)
+        actor = Actor(f"{role}{len(self.actors)}", role, list(argv), wanted=wanted, host=host)
         with self._lock:
             if env:
                 self._execute(actor, env)
@@ -183,12 +181,7 @@ class Stage:
             "rq": self.worker,
             "log": str(self.home / "logs" / f"{actor.name}.log"),
         }
-        assert self.nursery.stdin is not None
-        self.nursery.stdin.write(json.dumps(order).encode() + b"\n")
-        self.nursery.stdin.flush()
-        while not self._pids:
-            self._hear(10)
-        actor.pid = self._pids.pop(0)
+        actor.pid = self.wards[actor.host].fork(order)
 
     def _execute(self, actor: Actor, env: dict[str, str]) -> None:
         prefix = faketime(Path(env["CLOCK"])) if "CLOCK" in env else []
@@ -226,7 +219,7 @@ class Stage:
 
     def supervise(self) -> None:
         """Start again who has ended, and wake who was stopped."""
-        self._hear(0)
+        self._gather_exits()
         now = time.time()
         for entry in ledger.read_from(self.home / "ledger", self._seen):
             self._follow_up(entry)
@@ -237,13 +230,18 @@ class Stage:
             self.signal(pid, signal.SIGTERM)
             self._second.remove((due, pid))
         for actor in self.actors:
-            if actor.popen is not None and actor.pid and actor.popen.poll() is not None:
-                self._exits[actor.pid] = actor.popen.returncode
             if actor.pid in self._exits:
                 status = self._exits.pop(actor.pid)
                 self._note_end(actor, status)
             if not actor.pid and actor.wanted and actor.popen is None and _may_start(actor):
                 self._start(actor)
+
+    def _gather_exits(self) -> None:
+        for ward in self.wards.values():
+            self._exits |= ward.exits()
+        for actor in self.actors:
+            if actor.popen is not None and actor.pid and actor.popen.poll() is not None:
+                self._exits[actor.pid] = actor.popen.returncode
 
     def _note_end(self, actor: Actor, status: int) -> None:
         self.ended[f"{actor.role} {status}"] += 1
@@ -279,21 +277,6 @@ class Stage:
             for _, pid in self._wakes:
                 self.signal(pid, signal.SIGCONT)
             self._wakes.clear()
-
-    def _hear(self, seconds: float) -> None:
-        out = self.nursery.stdout
-        assert out is not None
-        while select.select([out], [], [], seconds)[0]:
-            seconds = 0
-            heard = os.read(out.fileno(), 65536)
-            if not heard:
-                raise RuntimeError("the nursery has ended")
-            *lines, self._text = (self._text + heard).split(b"\n")
-            for facts in map(json.loads, lines):
-                if "pid" in facts:
-                    self._pids.append(facts["pid"])
-                else:
-                    self._exits[facts["ended"]] = facts["status"]
 
     # ---- time
 
@@ -383,6 +366,11 @@ class Stage:
         rows = ProcessedJob.objects.filter(status__in=WAITING, dispatched_at__isnull=False)
         return list(rows.values_list("pk", flat=True)[:200])
 
+    def at_hand(self) -> list[int]:
+        """Return the rows that wait or run, and will not be called again."""
+        rows = ProcessedJob.objects.filter(status__in=ACTIVE)
+        return [pk for pk, key in rows.values_list("pk", "key") if not key.startswith(ENDLESS)]
+
     def left_behind(self) -> list[str]:
         """End all workers and coordinators; return what outlives them, in sentences."""
         for actor in self.actors:
@@ -397,10 +385,11 @@ class Stage:
 
     def _of_ours(self) -> list[tuple[int, str]]:
         found = []
+        wards = {ward.process.pid for ward in self.wards.values()}
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 mine = process.environ().get("FAULTS_ACTOR") == str(self.home)
-                if mine and process.pid != self.nursery.pid:
+                if mine and process.pid not in wards:
                     found.append((process.pid, " ".join(process.cmdline())[:100]))
         return found
 

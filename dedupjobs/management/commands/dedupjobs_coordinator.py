@@ -6,7 +6,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand
 
-from dedupjobs import vitals
+from dedupjobs import hardening, vitals
 from dedupjobs.coordinator import Coordinator
 
 
@@ -28,6 +28,7 @@ class Command(BaseCommand):
 
         if error := vitals.sign():
             self.stderr.write(f"Who watches this process will miss it: {error}")
+        hardening.harden_connections()
         self.stdout.write("Coordinator started.")
         Coordinator().run(wait)
         self.stdout.write("Coordinator stopped.")
