@@ -193,29 +193,29 @@ def _queues(**_: Any) -> list[CheckMessage]:
 
 def _lock_cache(**_: Any) -> list[CheckMessage]:
     try:
-        alias = conf.get().LOCK_CACHE
+        aliases = conf.get().lock_caches
     except ImproperlyConfigured:
         return []  # E001 tells
+    return [wrong for alias in aliases for wrong in _of_lock_cache(alias)]
+
+
+def _of_lock_cache(alias: str) -> Iterator[CheckMessage]:
     try:
         cache = caches[alias]
     except InvalidCacheBackendError:
-        return [
-            Error(
-                f'DEDUPJOBS["LOCK_CACHE"] is {alias!r}, which CACHES lacks.',
-                hint="Add a django-redis cache under this alias, or name another one.",
-                id="dedupjobs.E005",
-            )
-        ]
-    if hasattr(cache, "lock"):
-        return []
-    backend = f"{type(cache).__module__}.{type(cache).__qualname__}"
-    return [
-        Error(
+        yield Error(
+            f'DEDUPJOBS["LOCK_CACHE"] is {alias!r}, which CACHES lacks.',
+            hint="Add a django-redis cache under this alias, or name another one.",
+            id="dedupjobs.E005",
+        )
+        return
+    if not hasattr(cache, "lock"):
+        backend = f"{type(cache).__module__}.{type(cache).__qualname__}"
+        yield Error(
             f"CACHES[{alias!r}] is {backend}, which has no locks that workers share.",
             hint=f'Use "{SHARED_BACKENDS}", or name an alias that does in DEDUPJOBS["LOCK_CACHE"].',
             id="dedupjobs.E006",
         )
-    ]
 
 
 def _status_cache(**_: Any) -> list[CheckMessage]:
