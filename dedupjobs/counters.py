@@ -21,7 +21,7 @@ import os
 import re
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -34,7 +34,7 @@ from redis.exceptions import TimeoutError as RedisTimeout
 
 from dedupjobs import clock, conf, registry, wire
 from dedupjobs.models import AttemptOutcome
-from dedupjobs.wire import UNREACHABLE
+from dedupjobs.wire import UNREACHABLE, Cargo, Load
 
 EVERY = 1.0  # seconds between two trips of a process that counts
 TTL = 30 * 86_400
@@ -297,6 +297,23 @@ def pay(role: str = "") -> None:
             pipe.execute()
     except UNREACHABLE as error:
         paying.left_behind(error)
+
+
+def carry(others: Sequence[Cargo], *, due: bool = False) -> None:
+    """
+    Send what is owed, and others' cargo for the same server, in one round trip; never raises.
+
+    ``due``: as for ``payment``.
+    """
+    load = Load([payment(due=due), *others])
+    try:
+        with _client().spending(_budget):
+            pipe = _client().redis.pipeline(transaction=False)
+            load.load(pipe)
+            if len(pipe):
+                load.arrived(pipe.execute(raise_on_error=False))
+    except UNREACHABLE as error:
+        load.left_behind(error)
 
 
 @atexit.register

@@ -117,6 +117,8 @@ MAILERS = {"default": {"BACKEND": "django.core.mail.backends.smtp.EmailBackend"}
 RQ = {"WORKER_CLASS": ENV("DEDUPJOBS_TEST_WORKER", "dedupjobs.worker.DedupWorker")}
 RQ_EXCEPTION_HANDLERS = json.loads(ENV("DEDUPJOBS_TEST_HANDLERS", "[]"))
 CACHES = {"default": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": CACHE_URL}}
+for number, url in enumerate(ENV("DEDUPJOBS_TEST_LOCKS", "").split()):
+    CACHES[f"locks{number}"] = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": url}
 
 TASKS = {
     "default": {
