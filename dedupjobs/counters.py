@@ -20,6 +20,7 @@ import math
 import os
 import re
 import threading
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -145,13 +146,19 @@ def observe(metric: str, *labels: str, seconds: float, number: int = 1) -> None:
     """Put a duration into a histogram, ``number`` times; one that a clock made negative is 0."""
     if conf.get().METRICS:
         seconds = seconds if 0 <= seconds < math.inf else 0.0
-        bound = next((b for b in METRICS[metric].bounds if seconds <= b), math.inf)
+        edge = _edges(metric)[bisect_left(METRICS[metric].bounds, seconds)]
         _count(
             {
-                _field(metric, (f"{bound:g}", *labels), 1): number,
+                _field(metric, (edge, *labels), 1): number,
                 _field(metric, ("sum", *labels), 1): round(seconds * 1_000_000) * number,
             }
         )
+
+
+@lru_cache
+def _edges(metric: str) -> tuple[str, ...]:
+    """Return the bounds of a histogram as its fields name them."""
+    return tuple(f"{bound:g}" for bound in (*METRICS[metric].bounds, math.inf))
 
 
 _fields: dict[tuple[str, tuple[str, ...]], str] = {}  # that were made; those of known names only

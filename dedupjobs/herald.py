@@ -13,7 +13,7 @@ from dedupjobs.lifecycle import Change
 
 def connect() -> None:
     """Announce what changes from now on; listen from the first request on, if that is wanted."""
-    signals.job_changed.connect(_announce, dispatch_uid="dedupjobs.herald")
+    signals.hear(signals.job_changed, _announce)
     request_started.connect(_listen, dispatch_uid="dedupjobs.herald")
 
 

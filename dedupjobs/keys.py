@@ -113,8 +113,7 @@ def differing(stored: str, given: str) -> tuple[str, ...]:
     return tuple(sorted(n for n in a.keys() | b.keys() if a.get(n, TAG) != b.get(n, TAG)))
 
 
-def _dump(plain: Any) -> str:
-    return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+_dump = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode
 
 
 def _flat(value: Any, name: str, *, exact: bool) -> Any:

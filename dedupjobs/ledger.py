@@ -12,7 +12,7 @@ from dedupjobs import signals, stats
 
 def connect() -> None:
     """Count what is turned away from now on."""
-    signals.duplicate_detected.connect(_count, dispatch_uid="dedupjobs.ledger")
+    signals.hear(signals.duplicate_detected, _count)
     request_finished.connect(_flush, dispatch_uid="dedupjobs.ledger")
     atexit.register(stats.flush)
 

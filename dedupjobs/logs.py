@@ -57,7 +57,7 @@ def connect() -> None:
         (signals.invalidation_troubled, _invalidation_troubled),
     )
     for signal, receiver in receivers:
-        signal.connect(receiver, dispatch_uid=f"dedupjobs.logs.{receiver.__name__}")
+        signals.hear(signal, receiver)
 
 
 def _say(level: int, facts: dict[str, Any], sentence: str, *words: Any) -> None:

@@ -34,9 +34,9 @@ def connect() -> None:
         (signals.operated, _operated),
         (signals.job_changed, _changed),
         (signals.job_invalidated, _invalidated),
-        (request_finished, _request_finished),
     ):
-        signal.connect(receiver, dispatch_uid=f"dedupjobs.metrics.{receiver.__name__}")
+        signals.hear(signal, receiver)
+    request_finished.connect(_request_finished, dispatch_uid="dedupjobs.metrics")
     if _cache_reads not in counters.sources:
         counters.sources.append(_cache_reads)
 

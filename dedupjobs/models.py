@@ -139,7 +139,9 @@ class ProcessedJob(models.Model):
             # With the pk: rows that were set aside share a mark, and the oldest goes first.
             models.Index(fields=["dispatch_id", "id"], name="dedupjobs_dispatch"),
             models.Index(fields=["duplicates"], name="dedupjobs_duplicates"),
-            models.Index(fields=["error_class", "status", "name", "queue"], name="dedupjobs_error"),
+            models.Index(
+                fields=["error_class", "status", "name", "queue", "id"], name="dedupjobs_error"
+            ),
             models.Index(fields=["enqueued_at"], name="dedupjobs_age"),
             # Those of one state, by age: neither index alone finds old ones among many.
             models.Index(fields=["status", "enqueued_at"], name="dedupjobs_state_age"),

@@ -30,6 +30,7 @@ R = TypeVar("R")
 FOREVER = timedelta.max
 """``unique_for=FOREVER``: a key that has succeeded never runs again."""
 
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 SHORTEST, LONGEST = 0.1, 366 * 86_400.0  # seconds that an option may say
 LONGEST_WINDOW = timedelta(days=36_525)  # a century; databases end at the year 9999
 LONGEST_NAME, LONGEST_TEXT = 200, 100  # characters that the columns hold
@@ -163,6 +164,7 @@ class Job(Generic[P, R]):
     invalidates: tuple[Invalidated, ...]
     options: Options
     concurrency: Concurrency | None = None
+    is_variadic: bool = False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.func(*args, **kwargs)
@@ -302,6 +304,8 @@ class Job(Generic[P, R]):
         if extra := values.keys() - self.signature.parameters.keys():
             raise ArgumentError(f"{self.name} no longer takes {', '.join(sorted(extra))}")
         bound = inspect.BoundArguments(self.signature, values)
+        if len(values) == len(self.signature.parameters) and not self.is_variadic:
+            return bound
         try:
             self.signature.bind(*bound.args, **bound.kwargs)
         except TypeError as error:
@@ -423,6 +427,7 @@ def job(  # noqa: PLR0913 - the options of a decorator
             invalidates=tuple(_invalidated(i, signature, chosen) for i in _tuple(invalidates)),
             concurrency=_concurrency(concurrency, signature, chosen),
             options=_options(options, chosen),
+            is_variadic=any(p.kind in VARIADIC for p in signature.parameters.values()),
         )
         if made.options.atomic and inspect.iscoroutinefunction(inspect.unwrap(func)):
             raise JobDefinitionError(

@@ -577,14 +577,17 @@ def outcome_of(ending: Ending) -> AttemptOutcome | None:
     """Return the outcome that an ending writes; None: it writes nothing."""
     if isinstance(ending, Failed) and ending.timed_out:
         return AttemptOutcome.TIMED_OUT
-    return {
-        Succeeded: AttemptOutcome.SUCCEEDED,
-        Failed: AttemptOutcome.FAILED,
-        Interrupted: AttemptOutcome.INTERRUPTED,
-        Stopped: AttemptOutcome.CANCELLED,
-        Snoozed: AttemptOutcome.SNOOZED,
-        Parked: AttemptOutcome.HELD,
-    }.get(type(ending))
+    return OUTCOMES.get(type(ending))
+
+
+OUTCOMES: dict[type[Ending], AttemptOutcome] = {
+    Succeeded: AttemptOutcome.SUCCEEDED,
+    Failed: AttemptOutcome.FAILED,
+    Interrupted: AttemptOutcome.INTERRUPTED,
+    Stopped: AttemptOutcome.CANCELLED,
+    Snoozed: AttemptOutcome.SNOOZED,
+    Parked: AttemptOutcome.HELD,
+}
 
 
 def persist(ask: Callable[[bool], T], *, patience: float, claim: Claim | None = None) -> T:

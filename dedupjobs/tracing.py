@@ -40,7 +40,7 @@ def connect() -> None:
     """Trace from now on, as soon as there is a provider."""
     if is_installed:
         spans.tracer = OpenTelemetry()
-        signals.duplicate_detected.connect(_duplicate, dispatch_uid="dedupjobs.tracing")
+        signals.hear(signals.duplicate_detected, _duplicate)
 
 
 class OpenTelemetry:

@@ -30,7 +30,7 @@ ONCE = (
 DATABASE = os.environ.get("DEDUPJOBS_TEST_DB", "sqlite")
 collect_ignore = [f"test_{name}.py" for name in ONCE] if DATABASE != "sqlite" else []
 if DATABASE != "postgresql":
-    collect_ignore.append("test_together.py")  # the others go step by step
+    collect_ignore += ["test_prepared.py", "test_together.py"]  # others go step by step
 
 # Tests that want a listener have one of their own; another would hear their messages, too.
 invalidation.never_listen()

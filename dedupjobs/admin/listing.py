@@ -52,28 +52,32 @@ class JobList(ChangeList):
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)
         self.now = lifecycle.database_now()
-        rows = list(self.result_list if self.paginator.is_cut else self._page())
+        pks = self._pks()
+        found = {row.pk: row for row in self.root_queryset.filter(pk__in=pks)}
+        rows = [found[pk] for pk in pks if pk in found]
         newest = newest_of(rows)
         for row in rows:
             row.newest, row.now = newest.get(row.pk), self.now
         self.result_list = rows
 
-    def _page(self) -> list[Any]:
+    def _pks(self) -> list[int]:
         """
-        Sort what was counted here, and read the rows of the page.
+        Return the primary keys of the page, for which an index is often enough.
 
-        Asked for an order, a database may walk that order's index through the whole table.
+        What was counted is sorted here: asked for an order, a database may walk that order's index
+        through the whole table.
         """
+        first = (self.page_num - 1) * self.list_per_page if self.multi_page else 0
+        page = slice(first, first + self.list_per_page)
+        if self.paginator.is_cut:
+            return list(self.queryset.values_list("pk", flat=True)[page])
         order = self.queryset.query.order_by
         columns = [column.lstrip("-") for column in order]
         there = self.paginator.count and self.queryset.order_by().values_list("pk", *columns)
         found = list(there[:COUNTED]) if there else []
         for i, column in reversed(list(enumerate(order, 1))):
             found.sort(key=itemgetter(i), reverse=column.startswith("-"))
-        first = (self.page_num - 1) * self.list_per_page if self.multi_page else 0
-        pks = [row[0] for row in found[first : first + self.list_per_page]]
-        rows = {row.pk: row for row in self.root_queryset.filter(pk__in=pks)}
-        return [rows[pk] for pk in pks if pk in rows]
+        return [row[0] for row in found[page]]
 
 
 def newest_of(rows: list[ProcessedJob]) -> dict[int, JobAttempt]:

@@ -15,10 +15,10 @@ from dedupjobs.models import FINAL, Status
 
 def connect() -> None:
     """Tell from now on what workers, coordinators and people do to tasks."""
-    signals.attempt_started.connect(_started, dispatch_uid="dedupjobs.backends")
-    signals.attempt_ended.connect(_ended, dispatch_uid="dedupjobs.backends")
-    signals.job_dead.connect(_dead, dispatch_uid="dedupjobs.backends")
-    signals.operated.connect(_operated, dispatch_uid="dedupjobs.backends")
+    signals.hear(signals.attempt_started, _started)
+    signals.hear(signals.attempt_ended, _ended)
+    signals.hear(signals.job_dead, _dead)
+    signals.hear(signals.operated, _operated)
 
 
 def tell_enqueued(sender: type, result: DedupTaskResult) -> None:

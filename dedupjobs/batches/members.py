@@ -29,6 +29,7 @@ class Member:
     job: Job[..., object]
     heart: Heart
     grip: Grip
+    mode: str  # in which way it is run: "each", "group" or "atomic"
 
     @property
     def options(self) -> Options:
@@ -38,13 +39,6 @@ class Member:
     def is_asked(self) -> bool:
         """Whether a beat has seen that it is to be cancelled or held."""
         return self.heart.pulse.cancel or self.heart.pulse.hold
-
-    @property
-    def mode(self) -> str:
-        """In which way it is run: "each", "group" or "atomic"."""
-        if self.options.atomic:
-            return "atomic"
-        return "group" if self.options.gathers else "each"
 
 
 @dataclass(slots=True)
@@ -134,7 +128,8 @@ def _member(claim: Claim, job: Job[..., object], grip: Grip) -> Member:
         name=claim.name,
         lease=job.options.lease,
     )
-    return Member(claim, job, heart, grip)
+    mode = "atomic" if job.options.atomic else "group" if job.options.gathers else "each"
+    return Member(claim, job, heart, grip, mode)
 
 
 def _hold_locks(claims: Sequence[Claim], taken: dict[int, Taken]) -> dict[int, Grip]:

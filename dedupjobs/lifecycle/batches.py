@@ -18,7 +18,7 @@ from django.db import connections, transaction
 
 from dedupjobs import probes
 from dedupjobs.clock import DbNow
-from dedupjobs.lifecycle import together
+from dedupjobs.lifecycle import prepared, together
 from dedupjobs.lifecycle.claims import (
     OF_A_CLAIM,
     TAKEN,
@@ -79,7 +79,7 @@ WITH wanted AS (
         AS terms (name, lease, begins)
 ), free AS (
     SELECT id FROM dedupjobs_processedjob
-    WHERE id = ANY(%(pks)s::bigint[]) AND status IN ('PENDING', 'RETRYING')
+    WHERE id = ANY(%(pks)s::bigint[]) AND COALESCE(status, '') IN ('PENDING', 'RETRYING')
         AND run_after <= clock_timestamp() AND NOT cancel_requested AND NOT hold_requested
     ORDER BY id FOR UPDATE SKIP LOCKED
 ), won AS (
@@ -352,7 +352,8 @@ WITH given AS (
 ), mine AS (
     SELECT job.id FROM dedupjobs_processedjob AS job, given
     WHERE job.id = given.pk AND job.id = ANY(%(pks)s::bigint[])
-        AND job.status = 'RUNNING' AND job.attempts = given.number AND job.rerun_args IS NULL
+        AND COALESCE(job.status, '') = 'RUNNING' AND job.attempts = given.number
+        AND job.rerun_args IS NULL
     ORDER BY job.id FOR UPDATE OF job
 )
 UPDATE dedupjobs_processedjob AS job
@@ -376,7 +377,7 @@ def end_attempt(claim: Claim, note: Note) -> bool:
     """
     probes.reach("settle.before")
     now, _ = DbNow().as_sql(None, connections[alias()])
-    with connections[alias()].cursor() as cursor:
+    with prepared.cursor(connections[alias()]) as cursor:
         cursor.execute(END.format(now=now), [note.reason, note.run_time, claim.fence])
         return bool(cursor.rowcount)
 
@@ -423,7 +424,7 @@ class Apart:
         """As ``begin``, but of an attempt that has begun already, too."""
         probes.reach("begin.before")
         now, _ = DbNow().as_sql(None, self._opened())
-        with self._opened().cursor() as cursor:
+        with prepared.cursor(self._opened()) as cursor:
             cursor.execute(BEGIN.format(now=now), [claim.fence])
             return bool(cursor.rowcount)
 

@@ -24,6 +24,7 @@ from django.db.models.expressions import BaseExpression, Expression, RawSQL
 from django.db.models.sql import InsertQuery, UpdateQuery
 
 from dedupjobs.clock import DbNow
+from dedupjobs.lifecycle import prepared
 
 Values = Mapping[str, Any]
 Slots = dict[str, Any]  # by name, what stands in an execution's slots
@@ -92,7 +93,7 @@ class Statement:
     def change(self, alias: str, slots: Slots) -> int:
         """Execute it and return how many rows it has changed."""
         connection = connections[alias]
-        with connection.cursor() as cursor:
+        with prepared.cursor(connection) as cursor:
             cursor.execute(self.sql, self._bound(slots, connection))
             return int(cursor.rowcount)
 
@@ -104,7 +105,7 @@ class Statement:
         """Return the answer's rows by their columns' names."""
         connection = connections[alias]
         # Whatever cuts this off, the cursor is closed: on SQLite it would hold the write lock.
-        with connection.cursor() as cursor:
+        with prepared.cursor(connection) as cursor:
             cursor.execute(self.sql, self._bound(slots, connection))
             found = [list(values) for values in cursor.fetchall()]
         for values in found:

@@ -18,7 +18,7 @@ from django.db import connections, transaction
 
 from dedupjobs import registry
 from dedupjobs.clock import DbNow
-from dedupjobs.lifecycle import rows, statements
+from dedupjobs.lifecycle import prepared, rows, statements
 from dedupjobs.lifecycle.rows import Claim
 from dedupjobs.lifecycle.statements import (
     WHERE,
@@ -206,6 +206,9 @@ def ask(sql: str, words: Values) -> list[Any]:
     connection = connections[rows.alias()]
     # The present is DbNow's alone to say: ``testing.frozen_clock`` stops it there.
     sql = sql.replace("clock_timestamp()", DbNow.PRESENT["postgresql"])
-    with transaction.mark_for_rollback_on_error(using=rows.alias()), connection.cursor() as cursor:
+    with (
+        transaction.mark_for_rollback_on_error(using=rows.alias()),
+        prepared.cursor(connection) as cursor,
+    ):
         cursor.execute(sql, words)
         return list(cursor.fetchall())
