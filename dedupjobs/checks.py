@@ -23,7 +23,7 @@ from django.db import DatabaseError, connections
 from django.utils.module_loading import import_string
 from rq.worker import BaseWorker
 
-from dedupjobs import conf, coordinator, dispatch, lifecycle, registry, slots
+from dedupjobs import census, conf, coordinator, dispatch, lifecycle, registry, slots
 from dedupjobs.models import ProcessedJob
 
 SHARED_BACKENDS = "django_redis.cache.RedisCache"
@@ -46,6 +46,7 @@ def register_all() -> None:
     register(_unknown_names, Tags.database)
     register(_mysql_tables, Tags.database)
     register(_redis, "dedupjobs", deploy=True)
+    register(_lock_servers, "dedupjobs", deploy=True)
 
 
 def _settings(**_: Any) -> list[CheckMessage]:
@@ -196,7 +197,17 @@ def _lock_cache(**_: Any) -> list[CheckMessage]:
         aliases = conf.get().lock_caches
     except ImproperlyConfigured:
         return []  # E001 tells
-    return [wrong for alias in aliases for wrong in _of_lock_cache(alias)]
+    wrong = [message for alias in aliases for message in _of_lock_cache(alias)]
+    return wrong or [_message(problem) for problem in census.at_one_address()]
+
+
+def _lock_servers(**_: Any) -> list[CheckMessage]:
+    return [_message(problem) for problem in census.problems(census.take())]
+
+
+def _message(problem: census.Problem) -> CheckMessage:
+    kind = Error if problem.number.startswith("E") else Warning
+    return kind(problem.words, hint=problem.cure, id=f"dedupjobs.{problem.number}")
 
 
 def _of_lock_cache(alias: str) -> Iterator[CheckMessage]:

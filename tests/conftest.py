@@ -23,7 +23,7 @@ from tests.waiting import until
 # runs once, with the first of them.
 ONCE = (
     "admin_input", "admin_permissions", "admin_truth", "admin_unfold", "admin_why", "alert_rules",
-    "backoff", "commands", "conf", "contrib", "deployment", "docs", "endings", "keys", "logs",
+    "backoff", "census", "commands", "conf", "contrib", "deployment", "docs", "endings", "keys", "logs",
     "moving", "peers", "policy_checks", "pressure", "quorum", "readme", "registry", "security",
     "slots", "tasks", "testing", "tracing", "translations", "tutorial", "vitals", "votes",
 )  # fmt: skip
