@@ -28,6 +28,9 @@ USUAL: dict[str, Any] = {"SHUTDOWN_GRACE": 1, "TIMEOUT_GRACE": 1}
 """The defaults, but for how long a deploy waits for its jobs."""
 
 
+LOCKS = ("one", "quorum", "none")
+"""Where a stage's locks are: with all else in Redis, on three servers of their own, nowhere."""
+
 LEASES = {True: 3, False: 5}  # seconds, of a brisk stage and of a usual one
 
 
@@ -85,7 +88,10 @@ SERVERS: dict[str, type[Server]] = {"postgresql": KeptPostgreSQL, "mariadb": Kep
 class House:
     """Valkey and the database of a stage. ``env()`` leads its actors through the proxies."""
 
-    def __init__(self, database: str, home: Path) -> None:
+    def __init__(self, database: str, home: Path, locks: str = "one") -> None:
+        self.locks = locks
+        self.lock_servers = [Valkey() for _ in range(3 if locks == "quorum" else 0)]
+        self.lock_proxies: list[Proxy] = []
         self.database = database
         self.home = home
         self.valkey = MovableValkey()
@@ -96,6 +102,9 @@ class House:
         try:
             self._stack.enter_context(self.valkey)
             self.redis_proxy = self._stack.enter_context(Proxy(self.valkey.port))
+            for server in self.lock_servers:
+                self._stack.enter_context(server)
+                self.lock_proxies.append(self._stack.enter_context(Proxy(server.port)))
             self.db_proxy: Proxy | None = None
             if self.server is not None:
                 self._stack.enter_context(self.server)
@@ -128,6 +137,13 @@ class House:
             "PYTHONPATH": os.getcwd(),
             "PYTHONUNBUFFERED": "1",
         }
+        if self.lock_servers:
+            ways: list[Any] = self.lock_servers if direct else self.lock_proxies
+            names = [f"locks{number}" for number in range(len(ways))]
+            found["DEDUPJOBS_TEST_LOCKS"] = " ".join(f"redis://{HOST}:{w.port}/0" for w in ways)
+            found["DEDUPJOBS_TEST_SETTINGS"] = json.dumps({**settings, "LOCK_CACHE": names})
+        if self.locks == "none":
+            found["FAULTS_CONTROL"] = "optimistic"
         if self.server is not None and self.db_proxy is not None:
             port = self.server.port if direct else self.db_proxy.port
             found[f"DEDUPJOBS_TEST_{self.database.upper()}"] = f"{HOST}:{port}"
