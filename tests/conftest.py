@@ -25,7 +25,8 @@ ONCE = (
     "admin_input", "admin_permissions", "admin_truth", "admin_unfold", "admin_why", "alert_rules",
     "backoff", "census", "commands", "conf", "contrib", "deployment", "docs", "endings", "keys",
     "logs", "moving", "peers", "policy_checks", "pressure", "quorum", "readme", "registry",
-    "security", "slots", "tasks", "testing", "tracing", "translations", "tutorial", "vitals", "votes",
+    "security", "slots", "tasks", "testing", "tracing", "translations", "tutorial", "vitals",
+    "votes",
 )  # fmt: skip
 DATABASE = os.environ.get("DEDUPJOBS_TEST_DB", "sqlite")
 collect_ignore = [f"test_{name}.py" for name in ONCE] if DATABASE != "sqlite" else []
