@@ -39,6 +39,7 @@ _UNSET: Any = object()
 _jobs: dict[str, Job[..., Any]] = {}
 _former: dict[str, Job[..., Any]] = {}
 _limited: set[str] = set()
+_leases: dict[str, float] = {}
 _missing: set[str] = set()  # what the finders did not find
 
 finders: list[Callable[[str], None]] = []
@@ -102,6 +103,9 @@ class Options:
     def scheduled(self) -> bool:
         """Whether the coordinator enqueues this job by the clock."""
         return self.every is not None or self.cron is not None
+
+
+USUAL_LEASE = Options().lease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -526,12 +530,23 @@ def limited() -> tuple[str, ...]:
     return tuple(sorted(_limited))
 
 
+def leases() -> Mapping[str, float]:
+    """Return the leases of jobs that have not the usual one, by names, present and former."""
+    return _leases
+
+
 def forget(name: str) -> None:
     """Remove a job, for tests that define some."""
     gone = _jobs.pop(name, None)
     for alias in gone.aliases if gone else ():
         _former.pop(alias, None)
-    _limited.difference_update({name, *(gone.aliases if gone else ())})
+    _forget_facts((name, *(gone.aliases if gone else ())))
+
+
+def _forget_facts(names: Iterable[str]) -> None:
+    for name in names:
+        _limited.discard(name)
+        _leases.pop(name, None)
 
 
 # ---- what the decorator checks
@@ -555,8 +570,12 @@ def _add(made: Job[P, R]) -> Job[P, R]:
                 "jobs would answer for each other's keys"
             )
     _jobs[made.name] = made
+    names = (made.name, *made.aliases)
+    _forget_facts(names)
     if made.concurrency is not None:
-        _limited.update({made.name, *made.aliases})
+        _limited.update(names)
+    if made.options.lease != USUAL_LEASE:
+        _leases.update(dict.fromkeys(names, made.options.lease))
     _missing.clear()
     _former.update(dict.fromkeys(made.aliases, made))
     return made

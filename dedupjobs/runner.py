@@ -68,7 +68,7 @@ from dedupjobs.wire import Cargo
 T = TypeVar("T")
 
 CONNECTION_ERRORS = (OperationalError, InterfaceError)
-FIRST_LEASE = Options().lease  # a lock's TTL until the claim tells which job it is
+FIRST_LEASE = registry.USUAL_LEASE  # a lock's TTL until the claim tells which job it is
 PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0)  # seconds between tries to reach the database; the last repeats
 CLAIM_PATIENCE = 5.0  # seconds; afterwards the row waits for the coordinator
 

@@ -281,6 +281,7 @@ def test_lock_of_a_successor_is_no_expired_one(client: redis.Redis) -> None:
     assert counted("lock_expired_before_completion_total") == {}
 
 
+@pytest.mark.usefixtures("step_by_step")
 def test_conflict_is_counted_where_an_insert_lost_and_nowhere_else() -> None:
     jobs.record.enqueue(tag="a")
     jobs.record.enqueue(tag="a")

@@ -23,7 +23,13 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 PLACE = Place(host="h" * 300, pid=7, rq_id="r" * 300, lock_wait=0.25)
 MOMENTS = {
-    ProcessedJob: ("created_at", "started_at", "finished_at", "unique_until"),
+    ProcessedJob: (
+        "created_at",
+        "started_at",
+        "finished_at",
+        "unique_until",
+        "debounce_deadline",
+    ),
     JobAttempt: ("lease_until", "beat_at", "claimed_at", "began_at", "ended_at"),
 }
 
@@ -59,6 +65,32 @@ def columns(model: Any, pk: int, tag: str) -> dict[str, Any]:
     for name in ("run_after", "enqueued_at", "dispatched_at", "queue_delay"):
         found.pop(name, None)
     return {n: v is not None if n in MOMENTS[model] else v for n, v in found.items()}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda tag: jobs.record.enqueue(tag=tag),
+        lambda tag: jobs.record.enqueue(tag="it's 100 % \u20ac " + tag),
+        lambda tag: jobs.record.using(run_after=3600).enqueue(tag=tag),
+        lambda tag: jobs.record.using(run_after=datetime(2400, 1, 1, tzinfo=UTC)).enqueue(tag=tag),
+        lambda tag: jobs.debounced_slowly.enqueue(tag=tag, text="x"),
+    ],
+    ids=["plain", "odd", "later", "at", "debounced"],
+)
+def test_call_writes_and_answers_what_the_steps_do(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[str], Any]
+) -> None:
+    found = []
+    for tag, allowed in (("a", True), ("b", False)):
+        monkeypatch.setattr(together, "allowed", allowed)
+        made, again = call(tag), call(tag)
+        assert (made.created, again.job.pk) == (True, made.job.pk)
+        known = {name for name in vars(made.job) if name[0] != "_"}
+        seen = {name for name in vars(again.job) if name[0] != "_"}
+        kept = columns(ProcessedJob, made.job.pk, tag)
+        found.append((again.kind, known, seen, made.job.run_after.tzinfo, kept))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("begins", [True, False])
@@ -211,7 +243,7 @@ def test_inside_a_transaction_the_steps_go_one_by_one_and_break_nothing() -> Non
     claim = claimed(row)
     jobs.keep_last.enqueue(tag="a", text="new")
     with transaction.atomic():
-        assert not together.serves("default")
+        assert not together.serves_alone("default")
         assert lifecycle.complete(claim, "1", unique_for=FOREVER) == Status.PENDING
         assert ProcessedJob.objects.count() == 1  # the transaction takes more
 

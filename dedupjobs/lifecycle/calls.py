@@ -16,7 +16,7 @@ from django.db.models import Exists, F, OuterRef
 from dedupjobs import clock, conf, probes
 from dedupjobs.clock import DbNow
 from dedupjobs.exceptions import DedupJobsError, TransactionLost
-from dedupjobs.lifecycle import pouring
+from dedupjobs.lifecycle import pouring, together
 from dedupjobs.lifecycle.rows import (
     FRESH,
     NEXT_VERSION,
@@ -67,12 +67,10 @@ def enqueue(call: Call, *, options: Options, holds: bool) -> Answer:
     """
     conflicted = False
     for _ in range(LOOPS):
-        row = _row_of(call.key_hash)
-        probes.reach("enqueue.read")
+        row, made = _found_or_made(call, options)
+        if made is not None:
+            return _new(made)
         if row is None:
-            made = _insert(call, options)
-            if made is not None:
-                return _new(made)
             conflicted = True
             continue
         answer = _or_read_again(partial(_answer, row, call, options, holds), None)
@@ -197,6 +195,18 @@ def _held_as(row: Any, options: Options, holds: bool) -> Kind | None:
 
 
 # ---- on a key that is free
+
+
+def _found_or_made(call: Call, options: Options) -> tuple[Any, ProcessedJob | None]:
+    """Return the key's row, or a new one; neither: somebody else's came between."""
+    if together.serves(alias()):
+        values = _new_row(call, options, new_dispatch_id())
+        found, made = together.find_or_make(alias(), _BY_KEY, values, returning=COMPUTED)
+        probes.reach("enqueue.inserted")
+        return found, made
+    row = _row_of(call.key_hash)
+    probes.reach("enqueue.read")
+    return row, None if row else _insert(call, options)
 
 
 def _insert(call: Call, options: Options) -> ProcessedJob | None:

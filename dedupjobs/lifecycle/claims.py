@@ -141,7 +141,7 @@ def claim(
     """
     probes.reach("claim.before")
     where, begun = _waiting(pk, generation), _begun(generation, owner, place, begins=begins)
-    if together.serves(alias()):
+    if together.serves_alone(alias()):
         passed_by = gate.passed_by()
         won = together.claim(alias(), {**where, **passed_by}, TAKEN, OF_A_CLAIM, begun)
         if won is None and passed_by:
@@ -158,7 +158,7 @@ def claim(
 def get_ready() -> None:
     """Compile what a claim needs; asks the database nothing."""
     where, begun = _waiting(0, 0), _begun(0, "", Place(), begins=True)
-    if together.serves(alias()):
+    if together.serves_alone(alias()):
         together.claiming(alias(), where, TAKEN, OF_A_CLAIM, begun)
     else:
         job(**where).statement(TAKEN, OF_A_CLAIM if can_return_updated(alias()) else ())

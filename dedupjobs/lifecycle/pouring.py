@@ -68,10 +68,7 @@ def insert_many(alias: str, rows: Sequence[Values], *, returning: tuple[str, ...
 
 
 def _poured(single: Statement) -> Statement:
-    insert, found, rest = single.sql.partition(" VALUES (")
-    values, closed, tail = rest.rpartition(") ON CONFLICT")
-    if not found or not closed:
-        raise AssertionError(f"Django writes INSERT otherwise than expected: {single.sql}")
+    insert, values, tail = statements.parts_of_insert(single, ") ON CONFLICT")
     arrays = ", ".join("%s::text[]" for _ in OWN)
     sql = (
         f"{insert} SELECT {values} "  # noqa: S608 - made of a compiled statement

@@ -45,7 +45,7 @@ def complete(
     claim: Claim, result: str, *, unique_for: timedelta | None, note: Note = NO_NOTE
 ) -> Status | None:
     """RUNNING → SUCCEEDED, or PENDING if a rerun waits. The success holds the key from now."""
-    if together.serves(alias()):
+    if together.serves_alone(alias()):
         probes.reach("settle.before")
         if together.complete(claim, result, unique_for=unique_for, note=note):
             probes.reach("settle.committed")
@@ -74,7 +74,7 @@ def success_of(claim: Claim, result: str, unique_for: timedelta | None) -> Leavi
 
 def get_ready() -> None:
     """Compile what a success needs; asks the database nothing."""
-    if together.serves(alias()):
+    if together.serves_alone(alias()):
         return  # its SQL stands there
     attempt(**_open(0)).statement(_ended(AttemptOutcome.SUCCEEDED, Note(run_time=0.0)))
     for unique_for in (FOREVER, timedelta(1)):

@@ -213,8 +213,11 @@ def insert(
     )
     with transaction.mark_for_rollback_on_error(using=alias):
         computed = statement.row(alias, slots)
-    if computed is None:
-        return None
+    return None if computed is None else inserted(model, alias, values, computed)
+
+
+def inserted(model: type[models.Model], alias: str, values: Values, computed: Values) -> Any:
+    """Return a new row, of which ``computed`` is what the database has answered."""
     given = {name: value for name, value in values.items() if not isinstance(value, DbNow)}
     return instance(model, alias, {**defaults(model), **given, **computed})
 
@@ -282,6 +285,15 @@ def inserting(
     return _returning(connection, model, sql, params, returning)
 
 
+def parts_of_insert(statement: Statement, closing: str) -> tuple[str, str, str]:
+    """Return what stands before an INSERT's values, these, and what follows ``closing``."""
+    insert, found, rest = statement.sql.partition(" VALUES (")
+    values, closed, rest = rest.rpartition(closing)
+    if not found or not closed:
+        raise AssertionError(f"Django writes INSERT otherwise than expected: {statement.sql}")
+    return insert, values, rest
+
+
 @lru_cache
 def defaults(model: type[models.Model]) -> Values:
     """Return what a new row of a model has in columns that are not given."""
@@ -311,11 +323,12 @@ class Select:
 
     def first(self, alias: str, **slots: Any) -> Any:
         """Return the first row as an instance of the model, or None."""
-        statement = compiled((self.model, self.name), alias, self._compile)
+        statement = compiled((self.model, self.name), alias, self.compile)
         values = statement.row(alias, slots)
         return None if values is None else instance(self.model, alias, values)
 
-    def _compile(self, connection: Any) -> Statement:
+    def compile(self, connection: Any) -> Statement:
+        """Compile it for a connection."""
         found = self.build().using(connection.alias)
         compiler = found.query.get_compiler(connection=connection)
         sql, params = compiler.as_sql()

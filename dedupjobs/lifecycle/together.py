@@ -1,5 +1,6 @@
 """
-A claim, and a success, as one statement each, where the database can do that: PostgreSQL.
+A call on a new key, a claim, and a success, as one statement each, where the database can do that:
+PostgreSQL.
 
 Statements of a transaction are four waits for the server, these are one. They write the same rows
 under the same guards in the same order (attempt before job in an ending), both or neither, so
@@ -21,8 +22,10 @@ from dedupjobs.clock import DbNow
 from dedupjobs.lifecycle import prepared, rows, statements
 from dedupjobs.lifecycle.rows import Claim
 from dedupjobs.lifecycle.statements import (
+    TO,
     WHERE,
     Elsewhere,
+    Select,
     Slots,
     Statement,
     UntypedSlot,
@@ -43,11 +46,16 @@ MADE = ("id", "number", "began_at", "queue_delay")
 
 
 def serves(alias: str) -> bool:
-    """Whether one statement can be a transaction of its own here."""
+    """Whether one statement can do what elsewhere takes several."""
+    return allowed and connections[alias].vendor == "postgresql"
+
+
+def serves_alone(alias: str) -> bool:
+    """Whether such a statement is a transaction of its own."""
     connection = connections[alias]
-    if connection.vendor != "postgresql" or connection.in_atomic_block:
+    if not serves(alias) or connection.in_atomic_block:
         return False
-    return allowed and bool(connection.settings_dict["AUTOCOMMIT"])
+    return bool(connection.settings_dict["AUTOCOMMIT"])
 
 
 # ---- claim
@@ -82,7 +90,7 @@ def claiming(
     slots: Slots = {}
     asked = tuple(statements.shape_of(WHERE, where, slots))
     written = tuple(statements.shape_of("made.", attempt, slots))
-    slots["leases"], slots["lease"] = _leases(), registry.Options().lease
+    slots["leases"], slots["lease"] = json.dumps(registry.leases()), registry.USUAL_LEASE
     shape = ("claim", asked, tuple(to), written)
 
     def build(connection: Any) -> Statement:
@@ -101,18 +109,8 @@ def claiming(
     return compiled(shape, alias, build), slots
 
 
-def _leases() -> str:
-    """Return the leases of jobs that have not the usual one, in seconds by name, as JSON."""
-    usual = registry.Options().lease
-    other = {job.name: job.options.lease for job in registry.every() if job.options.lease != usual}
-    return json.dumps(other)
-
-
 def _chained(taking: Statement, making: Statement) -> Statement:
-    insert, found, rest = making.sql.partition(" VALUES (")
-    values, closed, returning = rest.rpartition(") RETURNING ")
-    if not found or not closed:
-        raise AssertionError(f"Django writes INSERT otherwise than expected: {making.sql}")
+    insert, values, returning = statements.parts_of_insert(making, ") RETURNING ")
     names = [f"taken.{name}" for name in taking.columns] + [f"made.{name}" for name in MADE]
     sql = (
         f"WITH taken AS ({taking.sql}), "  # noqa: S608 - made of compiled statements
@@ -123,8 +121,67 @@ def _chained(taking: Statement, making: Statement) -> Statement:
         sql,
         taking.params + making.params,
         taking.columns + tuple(f"made.{name}" for name in MADE),
-        taking.converters
-        + tuple((len(taking.columns) + at, how, what) for at, how, what in making.converters),
+        taking.converters + _moved(making.converters, len(taking.columns)),
+    )
+
+
+def _moved(converters: Any, by: int) -> Any:
+    return tuple((at + by, how, what) for at, how, what in converters)
+
+
+# ---- a call
+
+
+def find_or_make(
+    alias: str, find: Select, values: Values, *, returning: tuple[str, ...]
+) -> tuple[Any, Any]:
+    """
+    Return the row that ``find`` selects by ``key_hash``, or else insert one; as (found, made).
+
+    Neither: somebody else's row came first, and was not there yet when this began.
+    """
+    slots: Slots = {"key_hash": values["key_hash"]}
+    columns = tuple(statements.shape_of(TO, values, slots))
+
+    def build(connection: Any) -> Statement:
+        given = statements.with_slots(ProcessedJob, TO, columns)
+        making = statements.inserting(
+            connection, ProcessedJob, given, returning, ignore_conflicts=True
+        )
+        return _either(find.compile(connection), making)
+
+    statement = compiled(("find or make", find.name, columns, returning), alias, build)
+    with transaction.mark_for_rollback_on_error(using=alias):
+        answer = statement.row(alias, slots) or {}
+    if answer["found.id"] is not None:
+        return statements.instance(ProcessedJob, alias, _part(answer, "found.")), None
+    if answer["made.id"] is not None:
+        return None, statements.inserted(ProcessedJob, alias, values, _part(answer, "made."))
+    return None, None
+
+
+def _part(answer: Values, prefix: str) -> Values:
+    return {name[len(prefix) :]: v for name, v in answer.items() if name.startswith(prefix)}
+
+
+def _either(finding: Statement, making: Statement) -> Statement:
+    insert, values, conflict = statements.parts_of_insert(making, ") ON CONFLICT")
+    there = [f"f{number}" for number in range(len(finding.columns))]
+    new = [f"m{number}" for number in range(len(making.columns))]
+    sql = (
+        f"WITH found ({', '.join(there)}) AS MATERIALIZED ({finding.sql}), "  # noqa: S608 - compiled
+        f"made ({', '.join(new)}) AS ({insert} SELECT {values} "
+        f"WHERE NOT EXISTS (SELECT 1 FROM found) ON CONFLICT{conflict}) "
+        f"SELECT {', '.join(there + new)} "
+        "FROM (SELECT 1) AS one LEFT JOIN found ON true LEFT JOIN made ON true"
+    )
+    names = [f"found.{name}" for name in finding.columns]
+    names += [f"made.{name}" for name in making.columns]
+    return Statement(
+        sql,
+        finding.params + making.params,
+        tuple(names),
+        finding.converters + _moved(making.converters, len(there)),
     )
 
 
