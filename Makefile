@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 PYTEST := $(BIN)/python -m pytest -n 2
 APART := $(patsubst %,--ignore=tests/%,simulation mutants faults browser)
 
-.PHONY: help demo test browser simulate mutants verify mariadb matrix faults campaign growth exhaustive check lint types layers migrations format bench profile bench-observe bench-admin bench-growth bench-faults docs reference package clean
+.PHONY: help demo test browser simulate mutants verify mariadb matrix faults campaign growth exhaustive check lint types layers migrations format bench profile bench-observe bench-locks bench-admin bench-growth bench-faults docs reference package clean
 
 help: ## List these commands
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -96,6 +96,9 @@ profile: $(VENV)/.test ## Where the time of a job goes, step by step; ARGS="--wr
 bench-observe: $(VENV)/.test ## What a scrape of a million rows costs, and metrics and logs a job
 	$(BIN)/python -m benchmarks.observe scrape $(ARGS)
 	$(BIN)/python -m benchmarks.observe overhead
+
+bench-locks: $(VENV)/.test ## What a lock costs a job: on one server, on three, and none
+	$(BIN)/python -m benchmarks.locking $(ARGS)
 
 bench-admin: $(VENV)/.test ## The admin's pages and bulk operations at 5 million jobs
 	$(BIN)/python -m benchmarks.admin $(ARGS)
