@@ -64,7 +64,12 @@ OPTIONS = {
 CHECKS = {
     "E001": "A setting in DEDUPJOBS is unknown or can not be meant; the text names the cure.",
     "E007": 'RQ["WORKER_CLASS"] is no worker of RQ.',
+    "E040": "Two aliases of LOCK_CACHE are one server, which would have two votes.",
+    "E041": "An alias of LOCK_CACHE is a replica, which can not write.",
+    "E042": "A node of a Redis Cluster is one of several lock servers.",
     "W009": "Two settings, each right, that do not go together.",
+    "W020": "Some of several lock servers do not answer; the text says whether a majority does.",
+    "W021": "The clocks of lock servers differ; the text says what that means.",
 }
 """Texts that the code puts together elsewhere."""
 
@@ -276,6 +281,8 @@ def _checks() -> Iterator[str]:
                 words = f"{said} *{cure}*" if cure.strip("… ") else said
                 if words not in found[number]:
                     found[number].append(words)
+    for number in CHECKS.keys() - found.keys():
+        found[number].append(CHECKS[number])
     yield _table(
         ("check", "says, and its cure"),
         [(_code(f"dedupjobs.{n}"), "<br>".join(found[n])) for n in sorted(found)],
