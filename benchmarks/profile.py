@@ -28,7 +28,17 @@ from benchmarks import report, rounds, servers
 
 INTERVAL = 0.001  # seconds between two samples
 SIGNAL = signal.SIGUSR2  # RQ and our time-outs need SIGALRM
-SUBJECTS = ("run on SimpleWorker", "run on Worker", "call", "duplicate")
+BATCHES = {
+    "batch, each ending": "deduplicated",
+    "batch, atomic": "atomic",
+    "batch, group": "grouped",
+}
+SUBJECTS = (
+    *("run on SimpleWorker", "run on Worker", *BATCHES),
+    *("call", "duplicate", "calls in bulk", "duplicates in bulk"),
+)
+MANY = (*BATCHES, "calls in bulk", "duplicates in bulk")
+PER_MESSAGE = 5  # times as many where many share a message or a statement
 PARTIES = ("we", "Django", "driver", "redis-py", "RQ", "other", "waiting")
 PACKAGES = {
     "dedupjobs": "we",
@@ -88,6 +98,7 @@ def _profiles(
             "rq.Worker" if subject.endswith(" Worker") else ("rq.SimpleWorker")
         )
         count = options.jobs // (20 if subject.endswith(" Worker") else 1)
+        count *= PER_MESSAGE if subject in MANY else 1
         found = rounds.measure(environment, "profile", subject, str(count))
         yield _table(f"{name}: {subject}", found)
 
@@ -101,24 +112,31 @@ def measure(subject: str, count: str) -> dict[str, Any]:
 
     number = int(count)
     usage.clear_servers()
-    call = jobs.deduplicated.enqueue
-    for warm in range(50):
-        call(-1 - warm)
+    job = getattr(jobs, BATCHES.get(subject, "deduplicated"))
+    call = _in_bulk if subject in MANY else _one_by_one
+    call(job, range(-50, 0))
     with tempfile.TemporaryDirectory() as home:
-        run = {
-            "call": lambda: [call(n) for n in range(number)],
-            "duplicate": lambda: [call(n) for n in range(number)],
-        }.get(subject, _work)
-        if subject != "call":
-            for n in range(number):
-                call(n)
+        run: Callable[[], object] = _work
+        if subject.startswith(("call", "duplicate")):
+            run = lambda: call(job, range(number))  # noqa: E731 - as short as it is
+        if not subject.startswith("call"):
+            call(job, range(number))
         if run is _work:
-            number += 50
+            number += 50  # those of the beginning wait, too
         begun = time.perf_counter()
         with sampling(Path(home)) as samples:
             run()
         seconds = time.perf_counter() - begun
         return {"number": number, "seconds": seconds, "samples": samples()}
+
+
+def _one_by_one(job: Any, numbers: range) -> None:
+    for number in numbers:
+        job.enqueue(number)
+
+
+def _in_bulk(job: Any, numbers: range) -> None:
+    job.enqueue_many({"number": number} for number in numbers)
 
 
 def _work() -> None:
