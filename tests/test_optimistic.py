@@ -24,7 +24,7 @@ from tests import live
 from tests.app import jobs
 from tests.live import Spawn
 from tests.servers import Valkey
-from tests.test_costs import PATIENT, Costs, cheapest
+from tests.test_costs import PATIENT, READ, Costs, cheapest
 from tests.waiting import until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -128,12 +128,11 @@ def test_batch_costs_two_round_trips_less_than_one_with_locks(server: redis.Redi
 
         return cheapest(server, run_all)
 
-    live.changed()
-    with_locks = cost(jobs.do_nothing_in_group).trips
-    server.flushall()
-    runner.host.name = "testapp.record_freely_in_group"  # what a message would say
-    without = cost(jobs.record_freely_in_group).trips
-    assert (with_locks, without) == (2, 1)
+    with_locks = cost(jobs.do_nothing_in_group)
+    runner.host.name = jobs.record_freely_in_group.name  # as a message would say
+    without = cost(jobs.record_freely_in_group)
+    assert with_locks.trips >= 2
+    assert without.trips <= 1 + without.bytes // READ, "a long pipeline is read in several parts"
 
 
 def test_message_that_describes_itself_otherwise_runs_once_and_leaves_no_lock() -> None:
