@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dedupjobs.exceptions import Cancel as Cancel
     from dedupjobs.exceptions import Retry as Retry
     from dedupjobs.exceptions import Snooze as Snooze
+    from dedupjobs.fences import FencedModel as FencedModel
     from dedupjobs.invalidation import bump_stamp as bump_stamp
     from dedupjobs.invalidation import cache_stamp as cache_stamp
     from dedupjobs.invalidation import on_invalidate as on_invalidate
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from dedupjobs.registry import FOREVER as FOREVER
     from dedupjobs.registry import Job as Job
     from dedupjobs.registry import job as job
+    from dedupjobs.steps import Done as Done
+    from dedupjobs.steps import NotDone as NotDone
 
 __version__ = "0.1.0"
 
@@ -40,6 +43,9 @@ _HOMES = {
     "Exponential": "backoff",
     "current_attempt": "context",
     "Attempt": "context",
+    "Done": "steps",
+    "NotDone": "steps",
+    "FencedModel": "fences",
     "Outcome": "client",
     "Kind": "models",
     "on_invalidate": "invalidation",

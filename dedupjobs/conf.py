@@ -56,6 +56,8 @@ class Settings:
     LOCK_TIMEOUT: float = 0.5  # for one lock command
     MAX_PAYLOAD: int = 64 * 1024  # bytes of a call's arguments; larger ones are refused
     MAX_RESULT: int = 64 * 1024  # bytes of a result; a larger one is noted, not kept
+    MAX_STEPS: int = 1_000  # different steps of one job, until it runs anew
+    MAX_STEP_RESULT: int = 64 * 1024  # bytes of a step's result; a larger one is an error
     MAX_TRACEBACK: int = 16 * 1024  # characters of a traceback that are kept
     REDACT: tuple[str, ...] = (  # parts of argument names whose values nobody sees
         "password",

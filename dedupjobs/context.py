@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextvars
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from django.db import connections, transaction
 
@@ -17,6 +17,9 @@ from dedupjobs.exceptions import Cancel, Hold, LeaseLost, NoCurrentAttempt
 from dedupjobs.heartbeat import Heart
 from dedupjobs.lifecycle import Claim
 from dedupjobs.models import ProcessedJob
+from dedupjobs.steps import Check, Step, Steps
+
+R = TypeVar("R")
 
 LOOK_EVERY = 1.0  # seconds between two reads that check() makes by itself
 
@@ -53,16 +56,59 @@ class Attempt:
         """The job's row, as it was when first asked for."""
         return lifecycle.jobs().get(pk=self._claim.job_pk)
 
+    @cached_property
+    def _steps(self) -> Steps:
+        return Steps(self._claim, self._heart)
+
     def idempotency_key(self, effect: str = "") -> str:
         """
         Return a text that is equal for all attempts of one intended execution.
 
         Hand it to a service that recognises repeated requests, or ask it by this key before
-        repeating. ``effect`` tells several effects of one job apart.
+        repeating. ``effect`` tells several effects of one job apart: the name of a step. 40 hex
+        digits, of which nobody reads the job's key.
         """
-        claim = self._claim
-        parts = [claim.key_hash[:16], str(claim.job_pk), str(claim.generation), effect]
-        return "-".join(part for part in parts if part)
+        return self._steps.idempotency_key(effect)
+
+    def step(
+        self,
+        name: str,
+        function: Callable[..., R],
+        /,
+        *args: Any,
+        atomic: bool = False,
+        check: Check | None = None,
+        repeat: bool = False,
+        **kwargs: Any,
+    ) -> R:
+        """
+        Call ``function(*args, **kwargs)`` once, and give its result back to all later attempts.
+
+        ``atomic``: what it writes in the jobs' database and the record that it is done are
+        committed together. Otherwise it may be *in doubt*: an earlier attempt has begun it, and
+        nobody knows how it ended. Then, and after a failure, ``check`` is called with the step's
+        idempotency key and answers ``Done(result)`` or ``NotDone()``; without it, ``repeat`` says
+        that it may be called again; and else StepInDoubt is raised, which holds the job.
+
+        StepError: a name that is used twice, empty or too long, a transaction around a step that
+        is not atomic, too many steps. StepResultError: the result is too large, or no value that
+        a job could have as an argument. LeaseLost: another attempt owns the job.
+        """
+        self._heart.touch()
+        self._stand()
+        step = Step(
+            name=name,
+            function=function,
+            args=args,
+            kwargs=kwargs,
+            atomic=atomic,
+            check=check,
+            repeat=repeat,
+        )
+        try:
+            return self._steps.run(step)  # type: ignore[no-any-return]
+        finally:
+            self._heart.touch()
 
     def trace_headers(self) -> dict[str, str]:
         """
@@ -83,6 +129,10 @@ class Attempt:
         """
         self._heart.touch()
         self._look()
+        self._stand()
+
+    def _stand(self) -> None:
+        """Raise by what is known, without a look."""
         if self._heart.lost.is_set():
             raise LeaseLost(f"attempt {self.number} (fence {self.fence}) was given up for lost")
         if self._heart.pulse.cancel:
@@ -153,8 +203,10 @@ def current_attempt() -> Attempt:
 
 
 @contextmanager
-def entered(attempt: Attempt) -> Iterator[None]:
-    """Make ``attempt`` the current one for the block."""
+def entered(attempt: Attempt, *, borrowed: bool = False) -> Iterator[None]:
+    """Make ``attempt`` the current one for the block; ``borrowed``: in somebody's transaction."""
+    if borrowed:
+        attempt._steps.begin_in_transaction()
     token = _current.set(attempt)
     try:
         yield

@@ -18,6 +18,10 @@ Everything dedupjobs raises.
   - PayloadMismatch       the key is held by a call with other arguments
   - LeaseLost             another attempt may own the job; this one must not write
   - NoCurrentAttempt      current_attempt() outside a job
+  - StepError             a step that can not be run like this (also a ValueError)
+    + StepResultError     its result can not be kept
+  - StepInDoubt           nobody knows whether a step has had its effect; holds the job
+  - StaleFence            a row of a FencedModel has seen a newer token
   - ForeignPickle         an RQ job of somebody else on a DedupWorker's queue
   - OutsideTests          a helper of dedupjobs.testing where no test runs (also a RuntimeError)
 * Wish                    raised by a job to ask for something; control flow, no error
@@ -97,6 +101,27 @@ class LeaseLost(DedupJobsError):
 
 class NoCurrentAttempt(DedupJobsError, RuntimeError):
     """current_attempt() was called outside a running job."""
+
+
+class StepError(DedupJobsError, ValueError):
+    """A step can not be run like this; the message names it and the cure."""
+
+
+class StepResultError(StepError):
+    """A step's result can not be kept, so no later attempt could get it back."""
+
+
+class StepInDoubt(DedupJobsError):
+    """
+    A step was begun and nobody knows whether it had its effect; uncaught, it holds the job.
+
+    Raised by ``attempt.step()`` for a step that an earlier attempt left so. A step's function may
+    raise it, too, where it can not know: "the request was sent, and no answer came".
+    """
+
+
+class StaleFence(DedupJobsError):
+    """A row has seen a newer token than this one: another attempt owns the key, write nothing."""
 
 
 class ForeignPickle(DedupJobsError):

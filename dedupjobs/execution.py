@@ -37,6 +37,7 @@ from dedupjobs.exceptions import (
     Retry,
     ShutdownReached,
     Snooze,
+    StepInDoubt,
     TimeoutReached,
 )
 from dedupjobs.heartbeat import Heart
@@ -61,7 +62,7 @@ def execute(
     try:
         with (
             _savepoint(borrowed),
-            entered(attempt),
+            entered(attempt, borrowed=borrowed),
             fields.given(claim),
             queries.ended_with(cutter),
             interrupts.armed(cutter),
@@ -137,7 +138,7 @@ def ending_of(  # noqa: C901, PLR0911 - a table
             return Stopped(
                 reason=raised.reason or "cancelled by the job", requested=raised.requested
             )
-        case Hold():
+        case Hold() | StepInDoubt():
             return Parked(reason=str(raised))
         case LeaseLost() if heart.lost.is_set():
             return Lapsed()

@@ -21,7 +21,7 @@ from dedupjobs import controls, fields, locks, signals
 from dedupjobs.endings import Ending, Failed, Interrupted, Lapsed, Parked, Snoozed, Stopped
 from dedupjobs.lifecycle import Claim, Lost
 from dedupjobs.models import Control, ProcessedJob, Severity, Status
-from dedupjobs.signals import LockEvent
+from dedupjobs.signals import LockEvent, StepEvent
 from dedupjobs.visible import line
 
 logger = logging.getLogger("dedupjobs")
@@ -41,6 +41,7 @@ def connect() -> None:
         (signals.lock_moved, _lock_moved),
         (signals.attempt_started, _started),
         (signals.attempt_ended, _ended),
+        (signals.step_ended, _step_ended),
         (signals.job_dead, _dead),
         (signals.lease_lost, _lease_lost),
         (signals.attempt_lost, _attempt_lost),
@@ -155,6 +156,16 @@ def _started(sender: str, claim: Claim, **_: Any) -> None:
         facts = {**fields.of_claim(claim), "transition": "processing"}
         words = line(sender), claim.job_pk, claim.number
         _say(logging.DEBUG, facts, "%s: row %s attempt %s started", *words)
+
+
+def _step_ended(
+    sender: str, claim: Claim, step: str, event: StepEvent, took: float | None, **_: Any
+) -> None:
+    level = logging.WARNING if event is StepEvent.IN_DOUBT else logging.DEBUG
+    if _listens(level):
+        facts = {**fields.of_claim(claim), "step": line(step), "event": str(event), "took": took}
+        words = line(sender), claim.job_pk, claim.number, line(step), str(event)
+        _say(level, facts, "%s: row %s attempt %s step %r %s", *words)
 
 
 def _ended(

@@ -236,6 +236,55 @@ class JobAttempt(models.Model):
         return f"{self.job_id} #{self.number}"
 
 
+class StepState(models.TextChoices):
+    """How far a step is. One that is STARTED by an attempt which has ended is *in doubt*."""
+
+    STARTED = "STARTED", _("started")
+    SUCCEEDED = "SUCCEEDED", _("succeeded")
+    FAILED = "FAILED", _("failed")
+
+
+class JobStep(models.Model):
+    """
+    What is known of one step of one intended execution, for the attempts to come.
+
+    Written by the attempt in ``fence`` alone, while that one is open.
+    """
+
+    # No constraint: to check it, MySQL would wait for whoever has just updated the job's row.
+    job = models.ForeignKey(
+        ProcessedJob,
+        models.CASCADE,
+        related_name="step_set",
+        db_index=False,
+        db_constraint=False,
+    )
+    generation = models.PositiveIntegerField(_("generation"))
+    name = models.CharField(_("name"), max_length=100)
+    state = models.CharField(_("state"), max_length=10, choices=StepState.choices)
+    attempt = models.PositiveIntegerField(
+        _("attempt"), help_text=_("The number of the attempt that wrote this.")
+    )
+    fence = models.PositiveBigIntegerField(_("fence"))
+    result = models.TextField(_("result"), null=True, blank=True, help_text=_("JSON."))
+    error = models.TextField(_("error"), blank=True)
+    started_at = UtcDateTimeField(_("started"))
+    ended_at = UtcDateTimeField(_("ended"), null=True, blank=True)
+
+    class Meta:
+        verbose_name = _("step")
+        verbose_name_plural = _("steps")
+        default_permissions = ()
+        constraints = [
+            models.UniqueConstraint(
+                fields=["job", "generation", "name"], name="dedupjobs_one_per_step"
+            )
+        ]
+
+    def __str__(self) -> str:
+        return self.name
+
+
 class Cause(models.TextChoices):
     """Why a call or a message was turned away."""
 

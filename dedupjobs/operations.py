@@ -2,8 +2,8 @@
 What a person does to a job. Each act is guarded by the row's version that the person looked at,
 and leaves an ``Operation`` that says who and why.
 
-cancel, hold, unhold, retry, limit, purge change the row; reclaim, send_again, put_back, free,
-forget and uncache heal what has drifted from it.
+cancel, hold, unhold, retry, limit, purge change the row, decide says how a step of it ended;
+reclaim, send_again, put_back, free, forget and uncache heal what has drifted from it.
 """
 
 from __future__ import annotations
@@ -285,6 +285,30 @@ def send_again(row: ProcessedJob, *, by: str, reason: str = "") -> Status:
     if row.dispatch_id:
         _after_commit(lambda: _remove(row.queue, row.dispatch_id or ""))
     return after
+
+
+def decide(
+    row: ProcessedJob, name: str, *, result: str | None, by: str, reason: str = ""
+) -> Status:
+    """
+    Note of a step in doubt that it was done, or not; the job stays as it is.
+
+    ``result``: what the step will answer, as JSON; None: it was not done, and will be run.
+    """
+    found = _("done") if result is not None else _("not done")
+    words = f"{found} {_words(by, reason)}"
+
+    def arrow() -> Status | None:
+        return lifecycle.decide_step(row.pk, row.version, name, result=result, words=words)
+
+    told = f"{name}: {found}; {reason}".removesuffix("; ")
+    try:
+        return _act("step", row, by, told, arrow)
+    except StaleVersion as error:
+        if not _is_as_seen(row):
+            raise
+        words = _("row %(pk)s has no step %(name)s in doubt that could be decided now")
+        raise StaleVersion(words % {"pk": row.pk, "name": repr(name)}) from error
 
 
 def put_back(row: ProcessedJob, *, by: str, reason: str = "") -> Status:

@@ -9,19 +9,13 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from threading import current_thread, main_thread
-from typing import Any, TypeVar
+from typing import Any
 
-from django.db import (
-    InterfaceError,
-    OperationalError,
-    connections,
-    reset_queries,
-    transaction,
-)
+from django.db import connections, reset_queries, transaction
 
 from dedupjobs import (
     asides,
@@ -37,6 +31,7 @@ from dedupjobs import (
     lifecycle,
     load,
     locks,
+    patience,
     queries,
     registry,
     signals,
@@ -65,11 +60,8 @@ from dedupjobs.registry import LONGEST, Job, Options
 from dedupjobs.signals import LockEvent
 from dedupjobs.wire import Cargo
 
-T = TypeVar("T")
-
-CONNECTION_ERRORS = (OperationalError, InterfaceError)
+CONNECTION_ERRORS, persist = patience.CONNECTION_ERRORS, patience.persist
 FIRST_LEASE = registry.USUAL_LEASE  # a lock's TTL until the claim tells which job it is
-PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0)  # seconds between tries to reach the database; the last repeats
 CLAIM_PATIENCE = 5.0  # seconds; afterwards the row waits for the coordinator
 
 LOST_TO_ANOTHER = (AttemptOutcome.LOST, AttemptOutcome.RETURNED)
@@ -588,37 +580,6 @@ OUTCOMES: dict[type[Ending], AttemptOutcome] = {
     Snoozed: AttemptOutcome.SNOOZED,
     Parked: AttemptOutcome.HELD,
 }
-
-
-def persist(ask: Callable[[bool], T], *, patience: float, claim: Claim | None = None) -> T:
-    """
-    Ask the database, again on a fresh connection while it is out of reach, up to ``patience`` s.
-
-    ``ask`` is told whether this is the first try. Inside somebody's transaction there is one.
-    """
-    deadline = clock.monotonic() + patience
-    first = True
-    for pause in _pauses():
-        try:
-            return ask(first)
-        except CONNECTION_ERRORS as error:
-            first = False
-            connection = connections[lifecycle.alias()]
-            if lifecycle.waited_in_vain(error):
-                deadline = clock.monotonic() + patience  # a database that says so is in reach
-            if connection.in_atomic_block or clock.monotonic() + pause > deadline:
-                raise
-            connection.close()
-            if claim is not None:
-                signals.tell(signals.settle_troubled, claim.name, claim=claim, error=error)
-            clock.sleep(pause)
-    raise AssertionError("the pauses never end")
-
-
-def _pauses() -> Iterator[float]:
-    yield from PAUSES
-    while True:
-        yield PAUSES[-1]
 
 
 # ---- after the run

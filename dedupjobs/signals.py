@@ -29,6 +29,16 @@ class LockEvent(StrEnum):
     UNREACHABLE = "unreachable"
 
 
+class StepEvent(StrEnum):
+    """What became of a call of ``attempt.step()``."""
+
+    DONE = "done"
+    STORED = "stored"  # an earlier attempt has done it: its result was given back
+    LOOKED_UP = "looked up"  # its check has found that an earlier attempt has done it
+    FAILED = "failed"
+    IN_DOUBT = "in doubt"
+
+
 job_changed = Signal()  # changes (lifecycle.Change): a key answers otherwise than before
 job_invalidated = Signal()  # message (invalidation.Message): heard from any process, maybe late
 invalidation_troubled = Signal()  # error
@@ -42,6 +52,7 @@ delivery_received = Signal()  # job_pk, generation: a worker looks at a message;
 lock_moved = Signal()  # job_pk, event (LockEvent), claim (None: before it, or without one)
 attempt_started = Signal()  # claim
 attempt_ended = Signal()  # claim, ending, status (None: somebody else had decided), run_time
+step_ended = Signal()  # claim, step (name), event (StepEvent), took (seconds; None: nothing ran)
 job_dead = Signal()  # job_pk, key, reason ("failures", "lost")
 lease_lost = Signal()  # fence, detail
 attempt_lost = Signal()  # lost (lifecycle.Lost), cause ("lease", "death")

@@ -179,7 +179,8 @@ def _public() -> Iterator[str]:
 def _class(kind: type) -> Iterator[str]:
     yield inspect.getdoc(kind) or ""
     rows = []
-    for name, member in vars(kind).items():
+    for name, given in vars(kind).items():
+        member = getattr(kind, name) if isinstance(given, classmethod) else given
         if name.startswith("_") or name in INNER or not _is_public(member):
             continue
         get = getattr(member, "fget", None) or getattr(member, "func", None)
@@ -191,7 +192,12 @@ def _class(kind: type) -> Iterator[str]:
 
 
 def _is_public(member: object) -> bool:
-    own = inspect.isfunction(member) or isinstance(member, property) or hasattr(member, "func")
+    own = (
+        inspect.isfunction(member)
+        or inspect.ismethod(member)
+        or isinstance(member, property)
+        or hasattr(member, "func")
+    )
     return own and not isinstance(member, type)
 
 

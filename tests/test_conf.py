@@ -42,6 +42,8 @@ def test_defaults_are_those_of_the_design() -> None:
         "LISTEN": "lazy",
         "MAX_PAYLOAD": 65_536,
         "MAX_RESULT": 65_536,
+        "MAX_STEPS": 1_000,
+        "MAX_STEP_RESULT": 65_536,
         "MAX_TRACEBACK": 16_384,
         "REDACT": ("password", "passwd", "secret", "token", "api_key", "apikey", "credential"),
         "METRICS": True,

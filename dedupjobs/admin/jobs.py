@@ -262,6 +262,7 @@ class ProcessedJobAdmin(ReadOnly):
             "arguments": text.pairs(row.args) if may_see else (),
             "rerun_arguments": text.pairs(row.rerun_args) if may_see else (),
             "result": text.plain(row.result) if may_see else "",
+            "steps": [(s, text.plain(s.step.result) if may_see else "") for s in found.steps],
             "operate_url": self.address("operate"),
             "history_url": self.address("history", row.pk),
             **(extra_context or {}),

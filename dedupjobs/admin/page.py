@@ -12,7 +12,7 @@ from dedupjobs.admin import timeline, truth
 from dedupjobs.admin.truth import Known
 from dedupjobs.controls import Rule
 from dedupjobs.models import DuplicateSample, JobAttempt, Operation, ProcessedJob
-from dedupjobs.story import events, why
+from dedupjobs.story import events, parts, why
 from dedupjobs.story.situation import situation, where
 
 SHOWN_ATTEMPTS = 50
@@ -38,6 +38,7 @@ class Page:
     truth: truth.Truth
     drawing: timeline.Drawing | None
     attempts: tuple[Line, ...]
+    steps: tuple[parts.Seen, ...]
     operations: tuple[Operation, ...]
     duplicates: tuple[DuplicateSample, ...]
     newest: JobAttempt | None
@@ -51,13 +52,15 @@ def read(row: ProcessedJob) -> Page:
     attempts = list(lifecycle.attempts().filter(job_id=row.pk).order_by("-number")[:SHOWN_ATTEMPTS])
     newest = attempts[0] if attempts else None
     duplicates = _newest_of(DuplicateSample, row, SHOWN_DUPLICATES)
-    happened = events.events_of(row, attempts[::-1], duplicates, now)
+    steps = parts.steps_of(row, newest)
+    happened = events.events_of(row, attempts[::-1], duplicates, steps, now)
     return Page(
         now=now,
         why=why.explain(situation(row, newest, now)),
         truth=truth.look(Known(row=row, newest=newest, now=now)),
         drawing=timeline.draw(happened),
         attempts=tuple(_lines(attempts)),
+        steps=tuple(steps),
         operations=tuple(_newest_of(Operation, row, SHOWN_OPERATIONS)),
         duplicates=tuple(duplicates),
         newest=newest,

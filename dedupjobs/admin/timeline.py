@@ -61,8 +61,16 @@ class Drawing:
     left: float = LEFT
     right: float = WIDTH - RIGHT
     width: float = WIDTH
-    height: float = TOP + len(LANES) * LANE + 22
-    floor: float = TOP + len(LANES) * LANE
+
+    @property
+    def floor(self) -> float:
+        """Where the lanes end."""
+        return TOP + len(self.lanes) * LANE
+
+    @property
+    def height(self) -> float:
+        """Of all, with the words below."""
+        return self.floor + 22
 
 
 def draw(events: Iterable[Event]) -> Drawing | None:
@@ -78,11 +86,13 @@ def draw(events: Iterable[Event]) -> Drawing | None:
     def x_of(at: datetime) -> float:
         return round(LEFT + (at - begin).total_seconds() * scale, 1)
 
+    present = [n for n in LANES if n != "steps" or any(e.lane == n for e in ordered)]
+    names = _lane_names()
     return Drawing(
-        marks=tuple(_mark(event, x_of) for event in ordered),
+        marks=tuple(_mark(event, present.index(event.lane), x_of) for event in ordered),
         ticks=tuple(_ticks(total)),
         lanes=tuple(
-            Lane(y=TOP + i * LANE + LANE / 2, words=words) for i, words in enumerate(_lane_names())
+            Lane(y=TOP + i * LANE + LANE / 2, words=names[lane]) for i, lane in enumerate(present)
         ),
         events=tuple(ordered),
         begin=begin,
@@ -90,14 +100,15 @@ def draw(events: Iterable[Event]) -> Drawing | None:
     )
 
 
-def _lane_names() -> tuple[str, ...]:
-    return (_("calls"), _("waiting"), _("attempts"), _("beats"))
+def _lane_names() -> dict[str, str]:
+    names = (_("calls"), _("waiting"), _("attempts"), _("steps"), _("beats"))
+    return dict(zip(LANES, names, strict=True))
 
 
-def _mark(event: Event, x_of: Callable[[datetime], float]) -> Mark:
+def _mark(event: Event, lane: int, x_of: Callable[[datetime], float]) -> Mark:
     x = x_of(event.begin)
     width = x_of(event.end) - x if event.end is not None else 0.0
-    middle = TOP + LANES.index(event.lane) * LANE + LANE / 2
+    middle = TOP + lane * LANE + LANE / 2
     return Mark(
         kind=event.kind,
         x=x,

@@ -18,8 +18,8 @@ A rerun that waits when a run ends turns each arrow to a final status into one t
 
 Read on in ``calls``, ``claims``, ``settling``, ``losses``, ``operators``, ``retention``; they share
 ``rows`` and ``leaving``. ``batches`` does for many rows at once what ``claims`` and ``settling`` do
-for one. ``sending`` notes which rows have a message. ``statements`` makes the SQL
-of the busiest arrows cheap; it decides nothing.
+for one. ``stepping`` writes which parts of a run are done, ``sending`` which rows have a message.
+``statements`` makes the SQL of the busiest arrows cheap; it decides nothing.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ from dedupjobs.lifecycle.rows import (
     names,
     seconds_until_due,
     skip_locked,
+    steps,
     values_of,
     waited_in_vain,
 )
@@ -118,10 +119,18 @@ from dedupjobs.lifecycle.settling import (
     unclaim,
 )
 from dedupjobs.lifecycle.statements import insert_for_each
+from dedupjobs.lifecycle.stepping import (
+    Entry,
+    decide_step,
+    end_step,
+    enter_step,
+    has_entry,
+    steps_of,
+)
 
 __all__ = [  # noqa: RUF022 - in the order a job meets them
-    "alias", "jobs", "attempts", "names", "database_now", "seconds_until_due", "skip_locked",
-    "values_of", "insert_for_each",
+    "alias", "jobs", "attempts", "steps", "names", "database_now", "seconds_until_due",
+    "skip_locked", "values_of", "insert_for_each",
     "codes", "waited_in_vain", "mark_transaction", "assert_unbroken",
     "Answer", "enqueue", "enqueue_many",
     "Change", "Claim", "Place", "Grant", "Refusal", "Refused", "Gate", "OPEN",
@@ -129,6 +138,7 @@ __all__ = [  # noqa: RUF022 - in the order a job meets them
     "Pulse", "beat", "look", "lock_open", "renew",
     "Note", "NO_NOTE", "complete", "fail", "give_up", "snooze", "interrupt", "unclaim", "stop",
     "park", "outcome_of", "note_late",
+    "Entry", "steps_of", "enter_step", "end_step", "has_entry", "decide_step",
     "Terms", "Wanted", "claim_many", "began", "beat_many", "beat_kin", "Done", "complete_many",
     "Apart", "end_attempt", "move_jobs", "return_many",
     "Lost", "bury", "reclaim",

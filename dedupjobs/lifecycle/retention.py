@@ -11,7 +11,7 @@ from django.db.models.functions import Coalesce
 
 from dedupjobs import registry
 from dedupjobs.clock import DbNow
-from dedupjobs.lifecycle.rows import NO_RERUN, Change, alias, attempts, jobs, skip_locked
+from dedupjobs.lifecycle.rows import NO_RERUN, Change, alias, attempts, jobs, skip_locked, steps
 from dedupjobs.models import FINAL, ProcessedJob, Status
 
 
@@ -109,6 +109,7 @@ def _hollow(pks: list[int]) -> int:
     if not pks:
         return 0
     attempts().filter(job_id__in=pks).delete()
+    steps().filter(job_id__in=pks).delete()
     return jobs().filter(pk__in=pks, status__in=FINAL).update(**HOLLOW)
 
 

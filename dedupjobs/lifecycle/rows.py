@@ -15,6 +15,7 @@ from dedupjobs.exceptions import TransactionLost
 from dedupjobs.lifecycle.statements import Rows
 from dedupjobs.models import (
     JobAttempt,
+    JobStep,
     ProcessedJob,
 )
 
@@ -141,6 +142,11 @@ def jobs() -> QuerySet[ProcessedJob]:
 def attempts() -> QuerySet[JobAttempt]:
     """Return all attempts, from the database that decides."""
     return JobAttempt._base_manager.using(alias())
+
+
+def steps() -> QuerySet[JobStep]:
+    """Return all steps, from the database that decides."""
+    return JobStep._base_manager.using(alias())
 
 
 def job(**where: Any) -> Rows:

@@ -342,5 +342,27 @@ class Migration(migrations.Migration):
                 'constraints': [models.UniqueConstraint(fields=('job', 'number'), name='dedupjobs_one_per_number'), models.UniqueConstraint(fields=('owner',), name='dedupjobs_one_owner', opclasses=['varchar_pattern_ops'])],
             },
         ),
+        migrations.CreateModel(
+            name='JobStep',
+            fields=[
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('generation', models.PositiveIntegerField(verbose_name='generation')),
+                ('name', models.CharField(max_length=100, verbose_name='name')),
+                ('state', models.CharField(choices=[('STARTED', 'started'), ('SUCCEEDED', 'succeeded'), ('FAILED', 'failed')], max_length=10, verbose_name='state')),
+                ('attempt', models.PositiveIntegerField(help_text='The number of the attempt that wrote this.', verbose_name='attempt')),
+                ('fence', models.PositiveBigIntegerField(verbose_name='fence')),
+                ('result', models.TextField(blank=True, help_text='JSON.', null=True, verbose_name='result')),
+                ('error', models.TextField(blank=True, verbose_name='error')),
+                ('started_at', dedupjobs.clock.UtcDateTimeField(verbose_name='started')),
+                ('ended_at', dedupjobs.clock.UtcDateTimeField(blank=True, null=True, verbose_name='ended')),
+                ('job', models.ForeignKey(db_constraint=False, db_index=False, on_delete=django.db.models.deletion.CASCADE, related_name='step_set', to='dedupjobs.processedjob')),
+            ],
+            options={
+                'verbose_name': 'step',
+                'verbose_name_plural': 'steps',
+                'default_permissions': (),
+                'constraints': [models.UniqueConstraint(fields=('job', 'generation', 'name'), name='dedupjobs_one_per_step')],
+            },
+        ),
         migrations.RunPython(leave_room, migrations.RunPython.noop, elidable=False),
     ]

@@ -10,9 +10,11 @@ from itertools import zip_longest
 from django.utils.translation import gettext as _
 
 from dedupjobs.models import DuplicateSample, JobAttempt, ProcessedJob
+from dedupjobs.story.parts import Seen
 from dedupjobs.story.spoken import span
+from dedupjobs.visible import shown
 
-LANES = ("calls", "waiting", "attempts", "beats")
+LANES = ("calls", "waiting", "attempts", "steps", "beats")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,7 @@ def events_of(
     row: ProcessedJob,
     attempts: Sequence[JobAttempt],
     duplicates: Sequence[DuplicateSample],
+    steps: Sequence[Seen],
     now: datetime,
 ) -> list[Event]:
     """Return what is known to have happened to a job; ``attempts`` by their numbers."""
@@ -43,7 +46,7 @@ def events_of(
         found += _of_attempt(attempt, now)
         if attempt.ended_at is not None:
             found += _after(attempt, following, row, now)
-    return found
+    return [*found, *(_of_step(step, now) for step in steps)]
 
 
 def _of_attempt(attempt: JobAttempt, now: datetime) -> Iterator[Event]:
@@ -83,6 +86,21 @@ def _of_attempt(attempt: JobAttempt, now: datetime) -> Iterator[Event]:
     if attempt.outcome is None and attempt.lease_until < now:
         words = _("lease of attempt %(number)s expired") % number
         yield _moment("beats", "expired", attempt.lease_until, words)
+
+
+def _of_step(seen: Seen, now: datetime) -> Event:
+    step = seen.step
+    end = max(step.ended_at or (step.started_at if seen.in_doubt else now), step.started_at)
+    took = span((end - step.started_at).total_seconds())
+    words = _("step %(name)s of attempt %(number)s: %(state)s")
+    if not seen.in_doubt:
+        words = _("step %(name)s of attempt %(number)s: %(state)s after %(span)s")
+    facts = {"name": shown(step.name), "number": step.attempt, "state": seen.words, "span": took}
+    kind = "lost" if seen.in_doubt else _KINDS[step.state]
+    return Event(lane="steps", kind=kind, begin=step.started_at, end=end, words=words % facts)
+
+
+_KINDS = {"STARTED": "open", "SUCCEEDED": "succeeded", "FAILED": "failed"}
 
 
 def _after(

@@ -12,7 +12,7 @@ from django.db.models import Q
 from dedupjobs import controls, criteria, dispatch, lifecycle, locks, registry
 from dedupjobs.exceptions import UnknownQueue
 from dedupjobs.models import DuplicateSample, JobAttempt, Operation, ProcessedJob
-from dedupjobs.story import events, why
+from dedupjobs.story import events, parts, why
 from dedupjobs.story.situation import situation, where
 from dedupjobs.story.spoken import span
 from dedupjobs.wire import UNREACHABLE
@@ -98,8 +98,9 @@ def tell(row: ProcessedJob) -> Story:
     newest = attempts[0] if attempts else None
     oldest_first = attempts[::-1]
     samples = _newest(DuplicateSample, row, MOST_SAMPLES)
+    steps = parts.steps_of(row, newest)
     told = [
-        *(_told(event) for event in events.events_of(row, oldest_first, samples, now)),
+        *(_told(e) for e in events.events_of(row, oldest_first, samples, steps, now)),
         *_errors(oldest_first),
         *_operations(row),
     ]
@@ -119,7 +120,7 @@ def _newest(model: Any, row: ProcessedJob, most: int) -> list[Any]:
 
 def _told(event: events.Event) -> Told:
     # An attempt is told when it ended, or it would come before what happened in it.
-    ends = event.lane == "attempts" and event.kind != "open"
+    ends = event.lane in ("attempts", "steps") and event.kind != "open"
     return Told(at=event.end if ends and event.end else event.begin, words=event.words)
 
 

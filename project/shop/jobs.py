@@ -1,7 +1,7 @@
 """
 What the shop does in the background: charge, then send a receipt and book an invoice.
 
-    charge        calls a service outside our database: asks it before it charges
+    charge        calls a service outside our database, in a step: asks it before it charges again
     send_receipt  sends an e-mail: twice does no harm, so it takes no precautions
     book_invoice  writes our own database: in the transaction that ends the job
 """
@@ -13,7 +13,7 @@ from django.core.mail import send_mail
 from django.db import IntegrityError, transaction
 from django.utils import timezone
 
-from dedupjobs import FOREVER, current_attempt, job
+from dedupjobs import FOREVER, Done, NotDone, current_attempt, job
 from project.shop import payments
 from project.shop.models import Invoice, Order
 
@@ -23,25 +23,34 @@ def charge(*, payment_id: str, amount: str) -> dict[str, str]:
     """
     Charge the card once, although the service charges as often as it is asked.
 
-    A worker may die after the service has charged and before we have noted it; the next
-    attempt can not know from our database. So every attempt first asks the service by a
-    reference that stays the same over all attempts.
+    A worker may die after the service has charged and before we have noted it; the step is
+    in doubt then, and the next attempt asks the service by a reference that stays the same
+    over all attempts. So it does after an error, which may have come after the charge. Once
+    the charge is noted, no attempt asks or charges again.
 
     Two windows remain, and no code on this side can close them; only a service that itself
     refuses a second charge for one reference can:
     - an attempt died after sending its charge, and the request is still on its way (sent,
       but not yet received by the service) when the next attempt asks;
-    - an attempt was frozen between ``check()`` and the charge for longer than its lease,
-      and goes on after the next attempt has asked.
+    - an attempt was frozen between the beginning of the step and the charge for longer than
+      its lease, and goes on after the next attempt has asked.
     """
     attempt = current_attempt()
-    reference = attempt.idempotency_key("card")
-    made = payments.find_charge(reference)
-    if made is None:
-        attempt.check()  # a slow answer may have cost us the lease: then do not charge
-        made = payments.make_charge(reference=reference, order=payment_id, amount=amount)
+    made = attempt.step(
+        "charge card",
+        payments.make_charge,
+        reference=attempt.idempotency_key("charge card"),
+        order=payment_id,
+        amount=amount,
+        check=_look_up_charge,
+    )
     _note_charge(payment_id, amount, made)
     return {"charge": made["id"]}
+
+
+def _look_up_charge(reference: str) -> Done | NotDone:
+    made = payments.find_charge(reference)
+    return NotDone() if made is None else Done(made)
 
 
 def _note_charge(payment_id: str, amount: str, made: payments.Charge) -> None:

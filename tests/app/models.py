@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from django.db import models
 
+from dedupjobs import FencedModel
+
 
 class Ledger(models.Model):
     """One row per effect. Nothing here is unique on purpose: a second effect must be visible."""
@@ -14,3 +16,13 @@ class Ledger(models.Model):
 
     def __str__(self) -> str:
         return f"{self.tag} {self.note}"
+
+
+class Shelf(FencedModel):
+    """What a robot may only move by the newest order."""
+
+    sku = models.CharField(max_length=20, unique=True)
+    level = models.IntegerField(default=0)
+
+    def __str__(self) -> str:
+        return self.sku

@@ -24,6 +24,7 @@ SHARES = {
     "completing": 14,
     "fenced": 9,
     "flaky": 5,
+    "stepping": 12,
     "latest": 10,
     "newest": 8,
     "forking": 1,

@@ -15,13 +15,23 @@ from typing import Any
 import redis
 from django.conf import settings
 
-from dedupjobs.models import FINAL, AttemptOutcome, JobAttempt, Kind, ProcessedJob, Status
+from dedupjobs.models import (
+    FINAL,
+    AttemptOutcome,
+    JobAttempt,
+    JobStep,
+    Kind,
+    ProcessedJob,
+    Status,
+    StepState,
+)
 from tests.faults.app.models import Effect
 
 Lines = list[dict[str, Any]]
 
 ONCE = ("atomic", "completing")  # effect and success commit together
 OUTSIDE = ("plain", "slow", "free", "patient", "flaky", "forking", "grown", "newcomer")
+STEPS = ("book", "charge", "tell")
 ENDLESS = ("latest", "newest")  # the key is free after each success
 
 
@@ -40,6 +50,8 @@ def violations(lines: Lines) -> list[str]:
         *renamed(lines, rows),
         *without_effect(lines, rows, effects),
         *stale_fenced(effects, attempts),
+        *repeated_steps(lines, rows, attempts, effects),
+        *forgotten_steps(lines, rows),
         *overlapping(attempts),
         *miscounted(rows, attempts),
         *outdated(lines),
@@ -137,6 +149,49 @@ def stale_fenced(effects: list[Effect], attempts: dict[int, list[JobAttempt]]) -
         if effect.fence < newest.get(effect.job_pk, 0):
             yield f"I4: {effect.tag} was written by stale attempt {effect.fence}"
         newest[effect.job_pk] = max(effect.fence, newest.get(effect.job_pk, 0))
+
+
+def repeated_steps(
+    lines: Lines,
+    rows: dict[int, ProcessedJob],
+    attempts: dict[int, list[JobAttempt]],
+    effects: list[Effect],
+) -> Iterator[str]:
+    """I1: a step's transaction commits once, and what can be looked up is done once."""
+    booked = Counter(e.job_pk for e in effects if _kind(e.tag) == "stepping")
+    charged = [line for line in lines if line["what"] == "charge"]
+    ever = Counter(line["job"] for line in charged)
+    in_time = Counter(line["job"] for line in charged if not _is_late(line, attempts))
+    for pk, row in rows.items():
+        if _kind(row.key) != "stepping" or row.status != Status.SUCCEEDED:
+            continue
+        if booked[pk] != 1:
+            yield f"I1: {row.key} was booked {booked[pk]} times"
+        if not ever[pk] or in_time[pk] > 1:
+            yield f"I1: {row.key} was charged {ever[pk]} times, though it could be looked up"
+
+
+def forgotten_steps(lines: Lines, rows: dict[int, ProcessedJob]) -> Iterator[str]:
+    """I1: a success has all its steps, and no attempt has done what an earlier one recorded."""
+    steps = {(s.job_id, s.name): s for s in JobStep.objects.filter(state=StepState.SUCCEEDED)}
+    for pk, row in rows.items():
+        if _kind(row.key) == "stepping" and row.status == Status.SUCCEEDED:
+            missing = [name for name in STEPS if (pk, name) not in steps]
+            if missing:
+                yield f"I1: {row.key} has succeeded without the steps {missing}"
+    for line in lines:
+        name = "charge" if line["what"] == "charge" else "tell"
+        if name == "tell" and (line["what"] != "effect" or _kind(line["tag"]) != "stepping"):
+            continue
+        recorded = steps.get((line["job"], name))
+        if recorded is not None and line["attempt"] > recorded.attempt:
+            yield f"I1: {line['tag']} did {name} again in attempt {line['attempt']}"
+
+
+def _is_late(line: dict[str, Any], attempts: dict[int, list[JobAttempt]]) -> bool:
+    """Whether a zombie had the effect, after it was given up: nobody could have looked it up."""
+    ends = [a.ended_at for a in attempts[line["job"]] if a.number == line["attempt"]]
+    return any(end is not None and line["at"] > end.timestamp() for end in ends)
 
 
 def overlapping(attempts: dict[int, list[JobAttempt]]) -> Iterator[str]:

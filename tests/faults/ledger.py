@@ -2,7 +2,7 @@
 What happened, in a file outside of the system under test: one JSON object a line, fsync'ed.
 
     calling, committed, doubtful, rolled back, refused     by enqueuers, of their calls
-    effect                                                 by jobs, of what they did outside
+    effect, charge                                         by jobs, of what they did outside
     strike                                                 by whom a fault hits, before it does
 
 ``at`` is the wall clock of the machine, which is also that of the databases.

@@ -11,7 +11,8 @@ HORSE = (
     *("lock.before", "lock.after", "claim.before", "claim.row_won", "claim.uncommitted"),
     *("claim.committed", "user_code.before", "user_code.after", "beat.before", "beat.done"),
     *("fenced.locked", "settle.before", "settle.between", "settle.uncommitted"),
-    *("settle.committed", "release.before"),
+    *("settle.committed", "release.before", "step.before", "step.after_started"),
+    *("step.after_code", "step.uncommitted", "step.after_recorded"),
 )
 COORDINATOR = (
     *("mark_sent.before", "push.before", "push.after"),

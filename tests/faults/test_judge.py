@@ -13,14 +13,14 @@ from django.conf import settings
 from django.db.models import F
 
 from dedupjobs import runner
-from dedupjobs.models import JobAttempt, ProcessedJob, Status
+from dedupjobs.models import JobAttempt, JobStep, ProcessedJob, Status
 from tests.faults import enqueuer, judge, ledger, points, recovery
 from tests.faults.app import jobs
 from tests.faults.app.models import Effect
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-KINDS = ("plain", "atomic", "completing", "fenced", "latest", "newest")
+KINDS = ("plain", "atomic", "completing", "fenced", "latest", "newest", "stepping")
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +78,19 @@ def copy_effect(kind: str, **columns: object) -> None:
     effect.save(force_insert=True)
 
 
+def charge_again(attempt: int) -> None:
+    (line,) = [entry for entry in ledger.read() if entry["what"] == "charge"]
+    if attempt > 1:
+        another_attempt("stepping", outcome="LOST")
+    moment = attempt_of_number("stepping", attempt).ended_at.timestamp()
+    facts = {name: value for name, value in line.items() if name not in ("what", "pid")}
+    ledger.write("charge", **{**facts, "at": moment - 0.001, "attempt": attempt})
+
+
+def attempt_of_number(kind: str, number: int) -> JobAttempt:
+    return JobAttempt.objects.get(job__key=f"{kind}.x", number=number)
+
+
 def keep_for_ever() -> None:
     with redis.Redis.from_url(settings.CACHE_URL) as client:
         client.set(":1:dedupjobs:lock:{1}", "1:nobody")
@@ -99,6 +112,10 @@ BREACHES: dict[str, tuple[str, Callable[[], object]]] = {
     "effect of no run": ("I1", lambda: Effect.objects.filter(tag="atomic.x").update(generation=7)),
     "effect missing": ("I1", lambda: Effect.objects.filter(tag="completing.x").delete()),
     "nothing done": ("I1", lambda: Effect.objects.filter(tag="fenced.x").delete()),
+    "step's transaction doubled": ("I1", lambda: copy_effect("stepping")),
+    "step charged again": ("I1", lambda: charge_again(attempt=1)),
+    "step done after its record": ("I1", lambda: charge_again(attempt=2)),
+    "step forgotten": ("I1", lambda: JobStep.objects.filter(name="charge").delete()),
     "attempt ran twice": ("I1", lambda: effect_line("plain")),
     "went on after success": ("I1", lambda: another_attempt("plain", outcome="LOST")),
     "stale write": ("I4", lambda: copy_effect("fenced", fence=0)),

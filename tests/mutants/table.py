@@ -31,6 +31,7 @@ LEAVING, LOSSES = "lifecycle/leaving.py", "lifecycle/losses.py"
 NEWEST = '{"pk": self.claim.job_pk, "attempts": self.claim.number}'
 RUNNING = '{**newest, "status": Status.RUNNING, **self.guards}'
 OPERATORS, SETTLING = "lifecycle/operators.py", "lifecycle/settling.py"
+STEPPING = "lifecycle/stepping.py"
 
 ALL = [
     # ---- the status cache
@@ -607,6 +608,79 @@ ALL = [
     Mutant(
         "an operator's retry forgets the waiting rerun",
         ((OPERATORS, '.exclude(args="").filter(rerun_args=None),', '.exclude(args=""),'),),
+    ),
+    # ---- steps
+    Mutant(
+        "a stale attempt writes a step",
+        ((STEPPING, " AND COALESCE(outcome, '') = '' {lock}", " {lock}"),),
+        test="test_steps.py::test_stale_attempt_begins_no_step",
+    ),
+    Mutant(
+        "a stale attempt commits what its atomic step wrote",
+        (
+            (
+                "steps.py",
+                "if not lifecycle.enter_step(self._claim, entry, known=self._knows(step)):",
+                "if lifecycle.enter_step(self._claim, entry, known=self._knows(step)) and False:",
+            ),
+        ),
+    ),
+    Mutant(
+        "a stale attempt does not hear that its record was refused",
+        (
+            (
+                "steps.py",
+                "if not persist(look_or_write, patience=patience, claim=self._claim):",
+                "if persist(look_or_write, patience=patience, claim=self._claim) and False:",
+            ),
+        ),
+        test="test_steps.py::test_stale_attempt_records_no_result_and_the_step_stays_in_doubt",
+    ),
+    Mutant(
+        "the success of a step is taken over",
+        ((STEPPING, "    AND state <> 'SUCCEEDED' AND EXISTS", "    AND EXISTS"),),
+        test="test_steps.py::test_success_of_a_step_stands_whatever_is_written_after_it",
+    ),
+    Mutant(
+        "the success of a step is ended again",
+        ((STEPPING, "    AND state = 'STARTED' AND EXISTS", "    AND EXISTS"),),
+        test="test_steps.py::test_success_of_a_step_stands_whatever_is_written_after_it",
+    ),
+    Mutant(
+        "a step in doubt is repeated",
+        (("steps.py", "if in_doubt and not step.repeat:", "if False:"),),
+        test="test_steps.py::test_step_in_doubt_holds_the_job_and_says_which_and_how_to_go_on",
+    ),
+    Mutant(
+        "a step is recorded as done when it begins",
+        (
+            (
+                "steps.py",
+                "        self._enter(step, StepState.STARTED)\n",
+                "        self._enter(step, StepState.SUCCEEDED, result='null')\n",
+            ),
+        ),
+        test="test_steps.py::test_step_that_raises_has_ended_and_is_run_again",
+    ),
+    Mutant(
+        "a step's record shares a transaction that its effect does not",
+        (("steps.py", "if not step.atomic and self._is_in_transaction():", "if False:"),),
+        test="test_steps.py::test_step_that_is_not_atomic_is_refused_in_an_atomic_job",
+    ),
+    Mutant(
+        "steps of another generation answer",
+        (
+            (
+                STEPPING,
+                "steps().filter(job_id=claim.job_pk, generation=claim.generation))",
+                "steps().filter(job_id=claim.job_pk))",
+            ),
+        ),
+    ),
+    Mutant(
+        "an older token writes",
+        (("fences.py", "rows.filter(fence__lte=token).update", "rows.update"),),
+        test="test_fences.py::test_older_token_is_refused_and_writes_nothing",
     ),
     # ---- live controls
     Mutant(

@@ -83,6 +83,8 @@ def strict(*, k: int, n: int) -> int:
 
 @job(key="again:{k}", unique_for=None, **SHARED)
 def again(*, k: int, n: int) -> int:
+    stage.on_stage().play.labour(brief=False)
+    current_attempt().step("book", effect, "step", atomic=True)
     work("plain")
     return n
 

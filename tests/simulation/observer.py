@@ -273,7 +273,7 @@ class Observer(Arrows):
             attempt = self.tries.get(effect.fence)
             before = old_tries.get(effect.fence)
             live = before is None or before.outcome is None
-            if effect.kind == "fenced":
+            if effect.kind in ("fenced", "step"):
                 self.check(live, f"a stale attempt {effect.number} wrote behind its fence")
             if effect.kind == "atomic":
                 self.check(
@@ -283,7 +283,9 @@ class Observer(Arrows):
 
     def final(self) -> None:
         """What must hold once all is quiet."""
-        counts = Counter((e.job_pk, e.generation) for e in self.effects.values())
+        effects = self.effects.values()
+        counts = Counter((e.job_pk, e.generation) for e in effects)
+        steps = Counter((e.job_pk, e.generation) for e in effects if e.kind == "step")
         for pk, books in self.books.items():
             kind = registry.get(self.rows[pk].name)
             for generation in books.successes:
@@ -291,5 +293,8 @@ class Observer(Arrows):
                 self.check(number >= 1, f"I1 no effect in generation {generation}")
                 if kind.options.atomic or kind.name.endswith("completing"):
                     self.check(number == 1, f"I1 {number} effects in generation {generation}")
+                if kind.name.endswith("again"):
+                    self.check(steps[pk, generation] == 1, "I1 a generation without its step")
+        self.check(max(steps.values(), default=1) == 1, "I1 a step was done twice")
         for attempt in self.tries.values():
             self.check(attempt.outcome is not None, "I6 an attempt has no ending")

@@ -24,7 +24,8 @@ KEPT = 400  # lines of a trace
 TABLES = (
     *("dedupjobs_operation", "dedupjobs_duplicatesample", "dedupjobs_duplicatecount"),
     *("dedupjobs_fold", "dedupjobs_summary"),
-    *("dedupjobs_jobattempt", "dedupjobs_processedjob", "simulation_effect", "sqlite_sequence"),
+    *("dedupjobs_jobattempt", "dedupjobs_processedjob", "dedupjobs_jobstep"),
+    *("simulation_effect", "sqlite_sequence"),
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from django.db import transaction
 
-from dedupjobs import FOREVER, current_attempt, job
+from dedupjobs import FOREVER, Done, NotDone, current_attempt, job
 from tests.faults import ledger
 
 LEASE = float(os.environ.get("FAULTS_LEASE", "5"))
@@ -32,9 +32,9 @@ OLD_CODE = os.environ.get("FAULTS_CODE") == "old"
 
 
 def identity() -> tuple[int, int]:
-    """Return primary key and generation of the present job, as its idempotency key says."""
-    _, pk, generation = current_attempt().idempotency_key().split("-")
-    return int(pk), int(generation)
+    """Return primary key and generation of the present job."""
+    claim = current_attempt()._claim
+    return claim.job_pk, claim.generation
 
 
 def outside(tag: str, number: int = 0) -> None:
@@ -88,6 +88,29 @@ def fenced(*, tag: str, work: float = 0) -> None:
     with current_attempt().fenced():
         inside(tag)
     time.sleep(work)
+
+
+@job(key="{tag}", unique_for=FOREVER, **OPTIONS)
+def stepping(*, tag: str) -> None:
+    """Write inside, charge what can be looked up, and tell what may be told twice."""
+    attempt = current_attempt()
+    attempt.step("book", inside, tag, atomic=True)
+    attempt.step("charge", charge, tag, attempt.idempotency_key("charge"), check=look_up)
+    attempt.step("tell", outside, tag, repeat=True)
+
+
+def charge(tag: str, key: str) -> str:
+    """Have an effect outside that can be found again by its key."""
+    attempt, (pk, generation) = current_attempt(), identity()
+    number = attempt.number
+    ledger.write("charge", tag=tag, job=pk, generation=generation, attempt=number, key=key)
+    return key
+
+
+def look_up(key: str) -> Done | NotDone:
+    """Ask the world whether it was charged."""
+    found = any(line["what"] == "charge" and line["key"] == key for line in ledger.read())
+    return Done(key) if found else NotDone()
 
 
 @job(key="{tag}", unique_for=FOREVER, **OPTIONS)
