@@ -16,12 +16,13 @@ import redis
 from django.conf import settings
 from django.test.utils import override_settings
 
-from dedupjobs import ballot, clock, counters, locks
+from dedupjobs import ballot, clock, counters, lifecycle, locks
 from dedupjobs.locks import Grip
 from dedupjobs.models import Status
 from dedupjobs.quorum import AGAIN, Quorum
 from tests import live
 from tests.app import jobs
+from tests.live import Spawn
 from tests.proxy import Proxy
 from tests.servers import HOST, Valkey
 from tests.waiting import until
@@ -484,6 +485,24 @@ def test_counts_of_a_run_stand_on_the_first_server(three: Servers) -> None:
         with valkey.client() as client:
             found.append(client.exists(counters._key()))
     assert found == [1, 0, 0]
+
+
+@pytest.mark.large
+@pytest.mark.django_db(transaction=True)
+def test_worker_runs_what_needs_no_lock_and_waits_for_a_majority_with_the_rest(
+    three: Servers, spawn: Spawn
+) -> None:
+    ways = " ".join(f"redis://{HOST}:{proxy.port}/0" for proxy in three.proxies)
+    env = {"DEDUPJOBS_TEST_LOCKS": ways}
+    live.start_worker(spawn, env=env, LOCK_CACHE=["locks0", "locks1", "locks2"])
+    three.kill(0, 2)
+    waits, goes = jobs.record_if_locked.enqueue(tag="a"), jobs.record.enqueue(tag="b")
+    live.wait_for(goes)
+    until(lambda: lifecycle.is_aside(live.row_of(waits)), live.PATIENCE, what="it is set aside")
+    for at in (0, 2):
+        three.valkeys[at].restart()
+    live.wait_for(waits)
+    assert (live.row_of(waits).attempts, live.notes("a"), live.notes("b")) == (1, [""], [""])
 
 
 @pytest.mark.large
