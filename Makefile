@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n 2
 BATCHES := tests/test_batches.py tests/test_threads.py tests/test_batch_kills.py tests/test_enqueue_many.py
 APART := $(patsubst %,--ignore=tests/%,simulation mutants faults browser)
 
-.PHONY: help demo test browser simulate mutants verify mariadb batches matrix faults sentinel hosts campaign growth exhaustive check lint types layers migrations format bench profile bench-observe bench-admin bench-outbox bench-growth bench-faults docs reference package clean
+.PHONY: help demo test browser simulate mutants verify mariadb batches matrix faults sentinel hosts campaign growth exhaustive check lint types layers migrations format bench profile bench-observe bench-locks bench-admin bench-outbox bench-growth bench-faults docs reference package clean
 
 help: ## List these commands
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -109,6 +109,9 @@ profile: $(VENV)/.test ## Where the time of a job goes, step by step; ARGS="--wr
 bench-observe: $(VENV)/.test ## What a scrape of a million rows costs, and metrics and logs a job
 	$(BIN)/python -m benchmarks.observe scrape $(ARGS)
 	$(BIN)/python -m benchmarks.observe overhead
+
+bench-locks: $(VENV)/.test ## What a lock costs a job: on one server, on three, and none
+	$(BIN)/python -m benchmarks.locking $(ARGS)
 
 bench-admin: $(VENV)/.test ## The admin's pages and bulk operations at 5 million jobs
 	$(BIN)/python -m benchmarks.admin $(ARGS)

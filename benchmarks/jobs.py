@@ -45,6 +45,19 @@ def deduplicated(number: int) -> None:
     stamps.mark()
 
 
+@job(key="free:{number}", unique_for=FOREVER, concurrency_control="optimistic")
+def free(number: int) -> None:
+    stamps.mark()
+
+
+@job(
+    key="free grouped:{number}", unique_for=FOREVER, batch="group",
+    concurrency_control="optimistic",
+)  # fmt: skip
+def free_grouped(number: int) -> None:
+    stamps.mark()
+
+
 @job(key="alone:{number}", unique_for=FOREVER, batch=False)
 def alone(number: int) -> None:
     stamps.mark()

@@ -12,7 +12,13 @@ INSTALLED_APPS = ["django_rq", "dedupjobs", "benchmarks"]
 
 REDIS_URL = os.environ["BENCH_REDIS"]
 DATABASES = {"default": json.loads(os.environ["BENCH_DATABASE"])}
-CACHES = {"default": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": REDIS_URL}}
+CACHES = {
+    alias: {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": url}
+    for alias, url in (
+        ("default", REDIS_URL),
+        *((f"locks{at}", url) for at, url in enumerate(os.environ.get("BENCH_LOCKS", "").split())),
+    )
+}
 RQ_QUEUES = {"default": {"URL": REDIS_URL}}
 RQ = {"WORKER_CLASS": os.environ["BENCH_WORKER"]}
 # The loops here are no web request: on a busy machine they would run into its time budget.

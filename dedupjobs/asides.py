@@ -8,12 +8,13 @@ it lets go whatever no longer has a reason to wait, and so ends a pause at once.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dedupjobs import controls, dispatch, lifecycle, signals
+from dedupjobs import clock, controls, dispatch, lifecycle, locks, signals
 from dedupjobs.dispatch import Delivery
 from dedupjobs.lifecycle import Claim, Refusal
 
@@ -21,6 +22,7 @@ MOST_MARKS = 200  # that one sweep looks at
 SPARE = 5  # rows that a recall looks at beside those that it wants
 MOST_AT_ONCE = 1_000  # rows that are recalled where no limit is left
 PATIENCE = 5.0  # seconds that a push may take: no request waits for it
+SOONEST, LATEST = 1.0, 5.0  # seconds between two looks whether locks can be had again, doubling
 COLUMNS = ("pk", "version", "generation", "name", "queue", "dispatch_id", "args", "run_after")
 
 
@@ -31,9 +33,14 @@ def put(pk: int, generation: int, refusal: Refusal) -> bool:
         return False
     signals.tell(signals.set_aside, refusal.name, job_pk=pk, words=refusal.words)
     row = lifecycle.jobs().filter(pk=pk).only(*COLUMNS).first()
-    if row is not None and row.dispatch_id == refusal.mark and controls.refusal_of(row) is None:
-        _send([row], 1)  # what stood in its way has gone meanwhile
+    if row is not None and row.dispatch_id == refusal.mark and _is_over(refusal, row):
+        _send([row], 1)
     return True
+
+
+def _is_over(refusal: Refusal, row: Any) -> bool:
+    """Whether what stood in a row's way has gone meanwhile; of locks only the sweep knows."""
+    return refusal.mark != lifecycle.NO_LOCKS and controls.refusal_of(row) is None
 
 
 def freed(claim: Claim) -> int:
@@ -70,6 +77,8 @@ class Sweep:
     """The net below all: what has no reason to wait any more is let go."""
 
     _after: str = lifecycle.ROOM_MARKS
+    _again: float = -math.inf  # when to look next whether locks can be had
+    _pause: float = SOONEST
 
     def do(self, *, rooms: bool, most: int) -> int:
         """
@@ -85,8 +94,24 @@ class Sweep:
 
     def _paused(self, most: int) -> int:
         in_force = {controls.pause_mark(str(rule.pk)) for rule in controls.known().rules}
-        over = lifecycle.marks(most=MOST_MARKS, before=lifecycle.ROOM_MARKS)
-        return sum(_released(mark, most) for mark in over if mark not in in_force)
+        marks = lifecycle.marks(most=MOST_MARKS, before=lifecycle.ROOM_MARKS)
+        if lifecycle.NO_LOCKS not in marks:
+            self._pause = SOONEST
+        elif not self._has_locks(clock.monotonic()):
+            in_force.add(lifecycle.NO_LOCKS)
+        return sum(_released(mark, most) for mark in marks if mark not in in_force)
+
+    def _has_locks(self, now: float) -> bool:
+        """
+        Whether locks can be had for the rows that wait for them; looked at ever more rarely.
+
+        Also where they can be had again and again for a moment only, so that no row goes round
+        faster than that.
+        """
+        if now < self._again:
+            return False
+        self._again, self._pause = now + self._pause, min(2 * self._pause, LATEST)
+        return not locks.why_unreachable()
 
     def _rooms(self, most: int) -> int:
         marks = lifecycle.marks(most=MOST_MARKS, after=self._after)

@@ -46,7 +46,7 @@ def ring() -> None:
 
 def wait(seconds: float) -> bool:
     """Wait until it rings, at most so long; False: it did not. Raises what Redis raises."""
-    source: Any = get_redis_connection(conf.get().LOCK_CACHE)
+    source: Any = get_redis_connection(conf.get().lock_home)
     return bool(_listener(source, seconds + TTL / 6).blpop([_name()], timeout=seconds))
 
 
@@ -56,7 +56,7 @@ def _name() -> str:
 
 @lru_cache(maxsize=1)
 def _client() -> wire.Client:
-    source: Any = get_redis_connection(conf.get().LOCK_CACHE)
+    source: Any = get_redis_connection(conf.get().lock_home)
     return wire.Client.to(source, timeout=conf.get().PUSH_TIMEOUT)
 
 

@@ -113,6 +113,11 @@ class Taken:
         return -1 if -1 in parts else sum(parts)
 
     @property
+    def description(self) -> str:
+        """What it says of itself; anybody may have written that."""
+        return self.raw.get(b"description", b"").decode(errors="replace")
+
+    @property
     def is_single(self) -> bool:
         """Whether it is a delivery of ours that names one row."""
         return self.is_ours and isinstance(self.rows, list) and len(self.rows) == 1

@@ -23,7 +23,7 @@ from django.db import DatabaseError, connections
 from django.utils.module_loading import import_string
 from rq.worker import BaseWorker
 
-from dedupjobs import conf, coordinator, dispatch, lifecycle, registry, slots
+from dedupjobs import census, conf, coordinator, dispatch, lifecycle, registry, slots
 from dedupjobs.inbox import handlers
 from dedupjobs.models import ProcessedJob
 
@@ -49,6 +49,7 @@ def register_all() -> None:
     register(_unknown_names, Tags.database)
     register(_mysql_tables, Tags.database)
     register(_redis, "dedupjobs", deploy=True)
+    register(_lock_servers, "dedupjobs", deploy=True)
 
 
 def _settings(**_: Any) -> list[CheckMessage]:
@@ -213,29 +214,39 @@ def _queues(**_: Any) -> list[CheckMessage]:
 
 def _lock_cache(**_: Any) -> list[CheckMessage]:
     try:
-        alias = conf.get().LOCK_CACHE
+        aliases = conf.get().lock_caches
     except ImproperlyConfigured:
         return []  # E001 tells
+    wrong = [message for alias in aliases for message in _of_lock_cache(alias)]
+    return wrong or [_message(problem) for problem in census.at_one_address()]
+
+
+def _lock_servers(**_: Any) -> list[CheckMessage]:
+    return [_message(problem) for problem in census.problems(census.take())]
+
+
+def _message(problem: census.Problem) -> CheckMessage:
+    kind = Error if problem.number.startswith("E") else Warning
+    return kind(problem.words, hint=problem.cure, id=f"dedupjobs.{problem.number}")
+
+
+def _of_lock_cache(alias: str) -> Iterator[CheckMessage]:
     try:
         cache = caches[alias]
     except InvalidCacheBackendError:
-        return [
-            Error(
-                f'DEDUPJOBS["LOCK_CACHE"] is {alias!r}, which CACHES lacks.',
-                hint="Add a django-redis cache under this alias, or name another one.",
-                id="dedupjobs.E005",
-            )
-        ]
-    if hasattr(cache, "lock"):
-        return []
-    backend = f"{type(cache).__module__}.{type(cache).__qualname__}"
-    return [
-        Error(
+        yield Error(
+            f'DEDUPJOBS["LOCK_CACHE"] is {alias!r}, which CACHES lacks.',
+            hint="Add a django-redis cache under this alias, or name another one.",
+            id="dedupjobs.E005",
+        )
+        return
+    if not hasattr(cache, "lock"):
+        backend = f"{type(cache).__module__}.{type(cache).__qualname__}"
+        yield Error(
             f"CACHES[{alias!r}] is {backend}, which has no locks that workers share.",
             hint=f'Use "{SHARED_BACKENDS}", or name an alias that does in DEDUPJOBS["LOCK_CACHE"].',
             id="dedupjobs.E006",
         )
-    ]
 
 
 def _status_cache(**_: Any) -> list[CheckMessage]:

@@ -20,6 +20,7 @@ from dedupjobs import (
     invalidation,
     keys,
     lifecycle,
+    locks,
     signals,
     spans,
     stats,
@@ -63,9 +64,10 @@ class Outcome:
     """
     What an enqueue did: always an object, always true.
 
-    ``job`` is the row that holds the key: the new one, or the one in the way. ``control`` is the
-    number of the live control that has turned the call away (BLOCKED; ``job`` is not stored then
-    and has no ``pk``) or has had it held (``job.status`` is HELD). ``reason`` is a sentence for
+    ``job`` is the row that holds the key: the new one, or the one in the way; where the call was
+    turned away (BLOCKED by a live control or on_redis_error="refuse"), it is not stored and has no
+    ``pk``. ``control`` is the number of the live control that has turned the call away or has had
+    it held (``job.status`` is HELD). ``reason`` is a sentence for
     people. ``error`` is what the job's policy makes of it; ``enqueue`` raises it,
     ``enqueue_many`` leaves it here, so that one call does not hide what became of the others.
     """
@@ -161,14 +163,17 @@ def _pauses(timeout: float) -> Iterator[float | None]:
     yield None
 
 
-def enqueue(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+def enqueue(
+    variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any], *, refuses: bool = True
+) -> Outcome:
     """
     Make sure that this call runs once, and say what is.
 
-    Writes one row inside the caller's transaction, if there is one; nothing reaches Redis
-    before its outermost commit, and a rollback leaves nothing.
+    Writes one row inside the caller's transaction, if there is one; no message reaches Redis
+    before its outermost commit, and a rollback leaves nothing. ``refuses``: a call may be turned
+    away by on_redis_error="refuse"; the schedule has nobody who would hear of it.
     """
-    outcome = reserve(variant, args, kwargs, sends=True)
+    outcome = reserve(variant, args, kwargs, sends=True, refuses=refuses)
     if outcome.error is not None:
         raise outcome.error
     return outcome
@@ -248,6 +253,8 @@ def _enqueue_free(variant: Variant, bound: list[Call]) -> list[Outcome]:
     if not bound:
         return []
     job = variant.job
+    if trouble := _trouble_of_locks(job):
+        return [_refused(job, call, trouble) for call in bound]
     queue = variant.queue or job.options.queue
     with spans.producing(job.name, queue, len(bound)) as span:
         if span is not None:
@@ -265,7 +272,12 @@ def _enqueue_free(variant: Variant, bound: list[Call]) -> list[Outcome]:
 
 
 def reserve(
-    variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any], *, sends: bool
+    variant: Variant,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    sends: bool,
+    refuses: bool = True,
 ) -> Outcome:
     """Enqueue without raising for policies; without ``sends`` the row gets no message from us."""
     job = variant.job
@@ -273,6 +285,8 @@ def reserve(
     _check_queue(variant)
     if (rule := controls.current().ingress(call)) is not None:
         return _met(job, call, rule, sends=sends)
+    if refuses and (trouble := _trouble_of_locks(job)):
+        return _refused(job, call, trouble)
     with spans.producing(job.name, call.queue) as span:
         if span is not None:
             call = replace(call, traceparent=span.traceparent)
@@ -287,7 +301,7 @@ def reserve(
     return outcome
 
 
-# ---- what a live control turns away or has held
+# ---- what a live control turns away or has held, and what is refused without locks
 
 
 def _met(job: Job[..., Any], call: Call, rule: Rule, *, sends: bool) -> Outcome:
@@ -306,7 +320,24 @@ def _met(job: Job[..., Any], call: Call, rule: Rule, *, sends: bool) -> Outcome:
     return outcome
 
 
+def _trouble_of_locks(job: Job[..., Any]) -> str:
+    """Return why a job that says on_redis_error="refuse" takes no calls now, or an empty text."""
+    asks = job.options.needs_lock and job.options.on_redis_error == "refuse"
+    return locks.why_unreachable() if asks else ""
+
+
+def _refused(job: Job[..., Any], call: Call, trouble: str) -> Outcome:
+    words = (
+        f"refused: no lock can be had ({trouble}), and on_redis_error='refuse'; call again later"
+    )
+    return _blocked(job, call, words, control=None)
+
+
 def _turned_away(job: Job[..., Any], call: Call, rule: Rule) -> Outcome:
+    return _blocked(job, call, f"turned away by {rule}", control=rule.pk)
+
+
+def _blocked(job: Job[..., Any], call: Call, reason: str, *, control: int | None) -> Outcome:
     """Return the answer without asking the database: in an incident, calls come in floods."""
     row = ProcessedJob(
         name=call.name,
@@ -316,9 +347,8 @@ def _turned_away(job: Job[..., Any], call: Call, rule: Rule) -> Outcome:
         scope=call.scope,
         fingerprint=call.fingerprint,
     )
-    _tell_later([(signals.call_turned_away, job.name, {"control": rule.pk, "key": call.key})])
-    reason = f"turned away by {rule}"
-    return Outcome(kind=Kind.BLOCKED, job=row, reason=reason, control=rule.pk)
+    _tell_later([(signals.call_turned_away, job.name, {"control": control, "key": call.key})])
+    return Outcome(kind=Kind.BLOCKED, job=row, reason=reason, control=control)
 
 
 def _held(job: Job[..., Any], call: Call, rule: Rule) -> Answer | None:

@@ -22,6 +22,7 @@ from dedupjobs.routes import Inbox, Outbox
 from dedupjobs.thresholds import Thresholds
 
 WHEN_TO_LISTEN = ("lazy", "always", "never")
+SMALLEST_QUORUM = 3
 SHORTEST, LONGEST = 0.001, 30 * 86_400.0  # seconds that a setting may say
 
 
@@ -30,7 +31,7 @@ class Settings:
     """What a project may set; the defaults suit most."""
 
     AUTODISCOVER: tuple[str, ...] = ("jobs",)  # modules of each app that hold jobs
-    LOCK_CACHE: str = "default"  # alias in CACHES, a django-redis one
+    LOCK_CACHE: str | tuple[str, ...] = "default"  # in CACHES: one alias, or a quorum: 3, 5, …
     STATUS_CACHE: str | None = "default"  # the same, for what is known of keys; None: no cache
     L1_TTL: float = 2.0  # that a process may believe what it has read
     L1_SIZE: int = 10_000  # keys that a process remembers
@@ -76,6 +77,16 @@ class Settings:
     PRESSURE: Mapping[str, Any] = field(default_factory=dict)  # pressure.Limits
     OUTBOX: Mapping[str, Any] = field(default_factory=dict)  # who gets events: routes.Target
     INBOX: Mapping[str, Any] = field(default_factory=dict)  # who takes them in: routes.Consumer
+
+    @property
+    def lock_caches(self) -> tuple[str, ...]:
+        """The aliases of all servers that have the locks."""
+        return (self.LOCK_CACHE,) if isinstance(self.LOCK_CACHE, str) else self.LOCK_CACHE
+
+    @property
+    def lock_home(self) -> str:
+        """The alias of the server that has the counters and the leader's lease, too: the first."""
+        return self.lock_caches[0]
 
 
 def get() -> Settings:
@@ -216,11 +227,30 @@ def _wrong(name: str, value: Any, kind: str) -> str:
 
 
 def _wrong_text(name: str, value: Any, *, may_be_none: bool) -> str:
+    if name == "LOCK_CACHE" and isinstance(value, (tuple, list)):
+        return _wrong_quorum(value)
     if name == "LISTEN":
         return "" if value in WHEN_TO_LISTEN else f"give one of {', '.join(WHEN_TO_LISTEN)}."
     if value is None and may_be_none:
         return ""
     return "" if isinstance(value, str) and value else "give a non-empty string."
+
+
+def _wrong_quorum(aliases: Any) -> str:
+    """Return why these can not be the servers of a quorum, or an empty string."""
+    if not all(isinstance(alias, str) and alias for alias in aliases):
+        return 'give aliases of CACHES, for example ("locks1", "locks2", "locks3").'
+    if twice := sorted({alias for alias in aliases if aliases.count(alias) > 1}):
+        return f"{twice[0]!r} stands there twice, so one server would have two votes; name it once."
+    if len(aliases) < SMALLEST_QUORUM:
+        return "a quorum has 3 servers or more; name one alias as a text for a single server."
+    if len(aliases) % 2 == 0:
+        most = len(aliases) // 2 - 1
+        return (
+            f"{len(aliases)} servers bear the loss of {most} as {len(aliases) - 1} do, and more of "
+            "them must answer; name an odd number."
+        )
+    return ""
 
 
 def _seconds(value: Any) -> Any:
@@ -237,6 +267,8 @@ def _read() -> Settings:
     for f in fields(Settings):
         if f.name in given and str(f.type) == "float":
             given[f.name] = _seconds(given[f.name])
+    if isinstance(given.get("LOCK_CACHE"), list):
+        given["LOCK_CACHE"] = tuple(given["LOCK_CACHE"])
     return Settings(**given)
 
 

@@ -148,15 +148,21 @@ class InForce:
         rules = {option: self.at(option, Aim.JOB, known) for option in _OPTION}
         return {o: _OPTION[o](rule.value) for o, rule in rules.items() if rule is not None}
 
-    def gate(self) -> Gate:
-        """Return who is asked about before a claim; most jobs start without a question."""
+    def gate(self, *, locks: bool = True) -> Gate:
+        """
+        Return who is asked about before a claim; most jobs start without a question.
+
+        ``locks``: False, none can be had, and some jobs do not run without.
+        """
+        needy = () if locks else registry.in_need_of_locks()
         limited = registry.limited()
-        if not self.rules and not limited:
+        if not self.rules and not limited and not needy:
             return OPEN
         asked = {r.target for r in self.rules if r.kind in _ASKED and r.aim == Aim.JOB}
         names = {name for target in asked for name in names_of(target)}
         queues = {r.target for r in self.rules if (r.kind, r.aim) == PAUSED_QUEUE}
-        return Gate(admit, tuple(sorted({*limited, *names})), tuple(sorted(queues)))
+        admits = admit_without_locks if needy else admit
+        return Gate(admits, tuple(sorted({*limited, *names, *needy})), tuple(sorted(queues)))
 
     def limits(self, name: str, args: str) -> list[Limit]:
         """Return the limits that a run counts against, in the order in which they are locked."""
@@ -300,6 +306,15 @@ def admit(row: Any) -> Grant:
         lease=force.options_of(row.name).lease,
         group_hash=group_hash(Aim.GROUP, group) if group else "",
     )
+
+
+def admit_without_locks(row: Any) -> Grant:
+    """As ``admit``, while no lock can be had."""
+    if registry.options_of(row.name).needs_lock:
+        words = "no lock can be had, and on_redis_error says not to run without"
+        facts = {"name": row.name, "sent_as": row.dispatch_id}
+        raise Refused(Refusal(mark=lifecycle.NO_LOCKS, words=words, **facts))
+    return admit(row)
 
 
 def refusal_of(row: Any) -> Refusal | None:

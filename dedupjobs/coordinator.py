@@ -221,7 +221,8 @@ class Coordinator:
                 )
             if lost:
                 taken.append(lost)
-                locks.release(suspect.job_pk, suspect.owner)
+                if registry.options_of(suspect.name).takes_lock:
+                    locks.release(suspect.job_pk, suspect.owner)
                 tell_lost(lost, "lease")
             spent += clock.monotonic() - begun
         return taken

@@ -22,7 +22,7 @@ import re
 import threading
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -35,7 +35,7 @@ from redis.exceptions import TimeoutError as RedisTimeout
 
 from dedupjobs import clock, conf, registry, wire
 from dedupjobs.models import AttemptOutcome
-from dedupjobs.wire import UNREACHABLE
+from dedupjobs.wire import UNREACHABLE, Cargo, Load
 
 EVERY = 1.0  # seconds between two trips of a process that counts
 TTL = 30 * 86_400
@@ -319,6 +319,23 @@ def pay(role: str = "") -> None:
         paying.left_behind(error)
 
 
+def carry(others: Sequence[Cargo], *, due: bool = False) -> None:
+    """
+    Send what is owed, and others' cargo for the same server, in one round trip; never raises.
+
+    ``due``: as for ``payment``.
+    """
+    load = Load([payment(due=due), *others])
+    try:
+        with _client().spending(_budget):
+            pipe = _client().redis.pipeline(transaction=False)
+            load.load(pipe)
+            if len(pipe):
+                load.arrived(pipe.execute(raise_on_error=False))
+    except UNREACHABLE as error:
+        load.left_behind(error)
+
+
 @atexit.register
 def _pay_at_exit() -> None:
     with suppress(Exception):
@@ -489,5 +506,5 @@ def _key() -> str:
 
 @lru_cache(maxsize=1)
 def _client() -> wire.Client:
-    source: Any = get_redis_connection(conf.get().LOCK_CACHE)
+    source: Any = get_redis_connection(conf.get().lock_home)
     return wire.Client.to(source, timeout=conf.get().PUSH_TIMEOUT)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -21,7 +22,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, connections
 from django.db.migrations.executor import MigrationExecutor
 
-from dedupjobs import clock, conf, coordinator, counters, dispatch, lifecycle, registry
+from dedupjobs import census, clock, conf, coordinator, counters, dispatch, lifecycle, registry
 from dedupjobs.alerts import book
 from dedupjobs.clock import DbNow
 from dedupjobs.exceptions import UnknownQueue
@@ -203,6 +204,9 @@ def _clocks() -> Findings:
 
 def _redis_clocks() -> Iterator[tuple[str, float]]:
     yield "the locks' Redis's", counters.server_time()
+    for alias in census.others():
+        with suppress(*UNREACHABLE):  # one that is away is named among the servers
+            yield f"lock server {alias}'s", census.time(alias)
     for queue in dispatch.one_queue_per_server():
         yield f"the Redis of queue {queue}'s", dispatch.server_time(queue)
 
@@ -272,6 +276,8 @@ def _redis() -> Findings:
 
 def _servers() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     yield "the Redis of locks and counters", counters.server_facts
+    for alias in census.others():
+        yield f"lock server {alias}", partial(census.facts, alias)
     for queue in dispatch.one_queue_per_server():
         yield f"the Redis of queue {queue}", partial(dispatch.server_facts, queue)
 

@@ -172,6 +172,13 @@ def _enqueue(queue: str, batch: list[Delivery]) -> None:
     pipe.execute()
 
 
+def name_in(description: str) -> str:
+    """
+    Return the job that a message's description names: a hint, since anybody may have written it.
+    """
+    return description.rpartition(" (")[0]
+
+
 def _count(delivery: Delivery) -> str:
     rows = len(delivery.rows)
     if rows > 1:

@@ -13,7 +13,8 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from dedupjobs import clock, conf, dispatch, locks, wire
+from dedupjobs import census, clock, conf, dispatch, locks, wire
+from dedupjobs.census import Problem
 from dedupjobs.exceptions import UnknownQueue
 from dedupjobs.wire import UNREACHABLE
 
@@ -55,12 +56,16 @@ class Leader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """All of it. ``leader_trouble``: why the leader can not be known."""
+    """
+    All of it. ``leader_trouble``: why the leader can not be known. ``lock_troubles``: what is
+    wrong among several lock servers.
+    """
 
     workers: tuple[Worker, ...]
     servers: tuple[Server, ...]
     leader: Leader | None
     leader_trouble: str
+    lock_troubles: tuple[Problem, ...] = ()
 
 
 def look() -> Fleet:
@@ -80,6 +85,7 @@ def look() -> Fleet:
         servers=tuple(servers),
         leader=leader,
         leader_trouble=trouble,
+        lock_troubles=tuple(census.problems(census.take())) if census.others() else (),
     )
 
 

@@ -144,7 +144,14 @@ class Heart(Beater):
             cutter.retime(now.timeout)
         self._set = now
 
+    @property
+    def has_lock(self) -> bool:
+        """Whether its job takes locks, so that there may be one to renew."""
+        return self._set.takes_lock
+
     def _renew_lock(self) -> None:
+        if not self.has_lock:
+            return
         self.tell_lock(locks.extend(self.job_pk, self.owner, ttl=self.lease))
 
     def tell_lock(self, grip: Grip) -> None:
@@ -219,9 +226,10 @@ class Chorus(Beater):
             hearts[fence].see(pulse)
             if not pulse.over:
                 alive.append(hearts[fence])
-        held = [(heart.job_pk, heart.owner) for heart in alive]
+        locked = [heart for heart in alive if heart.has_lock]
+        held = [(heart.job_pk, heart.owner) for heart in locked]
         grips = locks.extend_many(held, ttl=self.lease)
-        for heart in alive:
+        for heart in locked:
             if heart.fence in self._hearts:  # else its lock was released meanwhile
                 heart.tell_lock(grips[heart.job_pk])
         probes.reach("beat.done")

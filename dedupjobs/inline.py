@@ -29,6 +29,6 @@ def run_now(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise outcome.error
     if outcome.created:
         row = outcome.job
-        runner.deliver(row.pk, row.generation, owner=clock.token())
+        runner.deliver(row.pk, row.generation, owner=clock.token(), lock=options.takes_lock)
         outcome = replace(outcome, job=lifecycle.jobs().filter(pk=row.pk).first() or row)
     return outcome

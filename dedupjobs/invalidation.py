@@ -134,7 +134,7 @@ class News:
     @property
     def travels(self) -> bool:
         """Whether a pipeline of the locks goes to the server that must know."""
-        return conf.get().LOCK_CACHE == conf.get().STATUS_CACHE
+        return conf.get().lock_home == conf.get().STATUS_CACHE
 
     def load(self, pipe: Any) -> None:
         """Add the commands to a pipeline, for what Redis did not take before, too."""

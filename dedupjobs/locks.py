@@ -8,18 +8,22 @@ answer here is advice, and an unreachable Redis only means that the row is asked
     value    <row pk>:<owner>
     TTL      the lease, renewed by the beats; after a failure, the delay of the retry
 
+LOCK_CACHE may name several servers (``quorum``): then all are asked for the same lock, and it is
+held where a majority of them says so. What stands in one place only (the leader's lease, and with
+it the counters) is on the first of them.
+
 Beside it stands <KEY_PREFIX>:<VERSION>:<PREFIX>:waited:{<row pk>} once a delivery met a busy lock:
 how old it is shows in its TTL, and it goes with the end of the next attempt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, cast
 
 from django.core.cache import caches
 from django_redis import get_redis_connection
@@ -27,10 +31,12 @@ from redis import Redis
 from redis.exceptions import LockError, ResponseError
 from redis.lock import Lock
 
-from dedupjobs import conf, probes, seal, wire
+from dedupjobs import ballot, conf, probes, seal, votes, wire
+from dedupjobs.quorum import Quorum
 from dedupjobs.wire import UNREACHABLE, Cargo, Load
 
 WAITED_TTL = 86_400_000  # milliseconds that a wait is remembered, and measured
+OVER = 0  # milliseconds to live: PEXPIRE deletes the key
 
 # KEYS: a lock, and the mark that a delivery met it busy; both of one row, so in one slot.
 # ARGV: a token, its milliseconds, the mark's. Returns whether it is ours, and the mark’s TTL.
@@ -110,6 +116,8 @@ class Taken:
 
 def take(pk: int, owner: str, *, ttl: float) -> Taken:
     """Try once to take the lock for ``ttl`` seconds, in one round trip."""
+    if _quorum() is not None:
+        return take_many([(pk, owner)], ttl=ttl)[pk]
     probes.reach("lock.before")
     waited: list[float] = []
 
@@ -133,6 +141,8 @@ def acquire(pk: int, owner: str, *, ttl: float) -> Grip:
 
 def replace(pk: int, owner: str, *, ttl: float) -> Grip:
     """Take the lock from whoever has it: the row is won, so any other holder is a leftover."""
+    if _quorum() is not None:
+        return replace_many([(pk, owner)], ttl=ttl)[pk]
 
     def take() -> Grip:
         _client().set(name_of(pk), _token(pk, owner), px=_milliseconds(ttl))
@@ -149,6 +159,8 @@ def extend(
 
     ``waited``: keep the mark that somebody waits. ``cargo`` travels in the same round trip.
     """
+    if _quorum() is not None:
+        return _own_by_majority(pk, owner, ttl, waited=waited, cargo=cargo)
     words = _token(pk, owner), _milliseconds(ttl), 1
     return _own(pk, Lock.LUA_EXTEND_SCRIPT, words, waited=waited, cargo=cargo)
 
@@ -156,6 +168,8 @@ def extend(
 def release(pk: int, owner: str, *, waited: bool = True, cargo: Sequence[Cargo] = ()) -> Grip:
     """Give our own lock up; another's is left alone (compare and delete, in one script)."""
     probes.reach("release.before")
+    if _quorum() is not None:
+        return _own_by_majority(pk, owner, None, waited=waited, cargo=cargo)
     words = (_token(pk, owner),)
     return _own(pk, Lock.LUA_RELEASE_SCRIPT, words, waited=waited, cargo=cargo)
 
@@ -187,9 +201,12 @@ Held = Sequence[tuple[int, str]]  # row pk, owner
 def take_many(held: Held, *, ttl: float) -> dict[int, Taken]:
     """As ``take`` for each row, all in one round trip."""
     probes.reach("lock.before")
-    answers = _for_each(TAKE_MANY, held, _milliseconds(ttl), WAITED_TTL)
+    answers = _for_each(TAKE_MANY, held, _milliseconds(ttl), WAITED_TTL, ttl=ttl)
     probes.reach("lock.after")
-    return {pk: _taken(answer) for (pk, _), answer in zip(held, answers, strict=True)}
+    taken = {pk: _taken(answer) for (pk, _), answer in zip(held, answers, strict=True)}
+    if _quorum() is not None:
+        _give_back(held, {pk: one.grip for pk, one in taken.items()})
+    return taken
 
 
 def _taken(answer: Any) -> Taken:
@@ -202,12 +219,15 @@ def _taken(answer: Any) -> Taken:
 
 def replace_many(held: Held, *, ttl: float) -> dict[int, Grip]:
     """As ``replace`` for each row."""
-    return _grips(held, _for_each(REPLACE_MANY, held, _milliseconds(ttl)))
+    grips = _grips(held, _for_each(REPLACE_MANY, held, _milliseconds(ttl), ttl=ttl))
+    if _quorum() is not None:
+        _give_back(held, grips)
+    return grips
 
 
 def extend_many(held: Held, *, ttl: float) -> dict[int, Grip]:
     """As ``extend`` for each row."""
-    return _grips(held, _for_each(EXTEND_MANY, held, _milliseconds(ttl)))
+    return _grips(held, _for_each(EXTEND_MANY, held, _milliseconds(ttl), ttl=ttl))
 
 
 def release_many(held: Held, *, cargo: Sequence[Cargo] = ()) -> dict[int, Grip]:
@@ -225,17 +245,22 @@ def _grips(held: Held, answers: list[Any]) -> dict[int, Grip]:
     return {pk: grip(answer) for (pk, _), answer in zip(held, answers, strict=True)}
 
 
-def _for_each(script: str, held: Held, *words: int, cargo: Sequence[Cargo] = ()) -> list[Any]:
+def _for_each(
+    script: str, held: Held, *words: int, ttl: float | None = None, cargo: Sequence[Cargo] = ()
+) -> list[Any]:
     """
     Return what a script answers per row, or an error; in one round trip.
 
     One call serves all rows. A cluster refuses that, since their keys are in different slots;
-    then each row has a call of its own.
+    then each row has a call of its own. ``ttl``: what the words ask for, in seconds.
     """
     if not held:
         return []
     carried = Load(cargo)
     try:
+        if (quorum := _quorum()) is not None:
+            commands = partial(_load_script, script=script, held=held, words=words)
+            return ballot.each(quorum, commands, len(held), ttl=ttl, carried=carried)
         answers = _called(script, [held], words, carried)
         if isinstance(answers[0], ResponseError):
             answers = _called(script, [[one] for one in held], words, Load(()))
@@ -247,19 +272,73 @@ def _for_each(script: str, held: Held, *words: int, cargo: Sequence[Cargo] = ())
 
 def _called(script: str, groups: Sequence[Held], words: Sequence[int], carried: Load) -> list[Any]:
     pipe = _client().pipeline(transaction=False)
-    name = _namer()
     for group in groups:
-        keys = [name(f"{kind}:{{{pk}}}") for pk, _ in group for kind in ("lock", "waited")]
-        tokens = [_token(pk, owner) for pk, owner in group]
-        pipe.eval(script, len(keys), *keys, *words, *tokens)
+        _load_script(pipe, script=script, held=group, words=words)
     carried.load(pipe)
     answers: list[Any] = pipe.execute(raise_on_error=False)
     carried.arrived(answers)
     return answers[: len(groups)]
 
 
+def _load_script(pipe: Any, *, script: str, held: Held, words: Sequence[int]) -> None:
+    name = _namer()
+    keys = [name(f"{kind}:{{{pk}}}") for pk, _ in held for kind in ("lock", "waited")]
+    tokens = [_token(pk, owner) for pk, owner in held]
+    pipe.eval(script, len(keys), *keys, *words, *tokens)
+
+
+def _own_by_majority(
+    pk: int, owner: str, ttl: float | None, *, waited: bool, cargo: Sequence[Cargo]
+) -> Grip:
+    """Extend our own lock on all servers, or release it (``ttl``: None)."""
+    quorum = cast(Quorum, _quorum())
+    milliseconds = OVER if ttl is None else _milliseconds(ttl)
+
+    def commands(pipe: Any) -> None:
+        _load_script(pipe, script=EXTEND_MANY, held=[(pk, owner)], words=[milliseconds])
+        if not waited:
+            pipe.delete(_name(f"waited:{{{pk}}}"))
+
+    answers = ballot.each(quorum, commands, 1, ttl=ttl, carried=Load(cargo))
+    return _grips([(pk, owner)], answers)[pk]
+
+
+def _give_back(asked: Held, grips: Mapping[int, Grip]) -> None:
+    """
+    Release what a minority may have granted, on all servers: also on those that have not answered,
+    which may do what they were told later. The marks stay: somebody has met a busy lock.
+    """
+    held = [one for one in asked if grips[one[0]] is not Grip.HELD]
+    if held and (quorum := _quorum()) is not None:
+        commands = partial(_load_script, script=EXTEND_MANY, held=held, words=[OVER])
+        quorum.ask(commands, enough=lambda answers: True)
+
+
+def why_unreachable() -> str:
+    """
+    Return why no lock can be taken right now, or an empty text; in one round trip.
+
+    A server that answers and refuses to write counts as away. The process loses PUSH_TIMEOUT per
+    second at the most, since calls ask this, too.
+    """
+    try:
+        if (quorum := _quorum()) is not None:
+            held = [(0, "nobody")]  # no row has this number
+            commands = partial(_load_script, script=REPLACE_MANY, held=held, words=[1])
+            (answer,) = ballot.each(quorum, commands, 1)
+            return f"{answer}" if isinstance(answer, Exception) else ""
+        with _asking().spending(_budget):
+            _asking().redis.set(name_of(0), _token(0, "nobody"), px=1)
+    except UNREACHABLE as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def clear(pk: int) -> None:
     """Delete the lock, whoever has it: its row was cancelled."""
+    if (quorum := _quorum()) is not None:
+        quorum.ask(lambda pipe: pipe.delete(name_of(pk)), enough=lambda answers: True)
+        return
 
     def delete() -> Grip:
         _client().delete(name_of(pk))
@@ -327,8 +406,8 @@ def leader() -> Seen | None:
 
 def holder(pk: int) -> str | None:
     """Return the owner in the lock's value, or None if it is free; raises what Redis raises."""
-    value = _value(name_of(pk))
-    return value.partition(":")[2] if value else None
+    found = seen([pk]).get(pk)
+    return found.owner if found else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,15 +419,29 @@ class Seen:
 
 
 def seen(pks: Sequence[int]) -> dict[int, Seen]:
-    """Return the locks of these rows that somebody has, in one trip; raises what Redis raises."""
+    """
+    Return the locks of these rows that somebody has, in one trip; raises what Redis raises.
+
+    Of several servers a majority has to name the same owner, and must answer at all (NoQuorum):
+    what stands on fewer of them keeps nobody out.
+    """
     if not pks:
         return {}
+
+    def commands(pipe: Any) -> None:
+        for pk in pks:
+            name = name_of(pk)
+            pipe.get(name)
+            pipe.pttl(name)
+
+    if (quorum := _quorum()) is not None:
+        return _seen_by_majority(quorum, commands, pks)
     pipe = _client().pipeline(transaction=False)
-    for pk in pks:
-        name = name_of(pk)
-        pipe.get(name)
-        pipe.pttl(name)
-    answers: Any = pipe.execute(raise_on_error=False)
+    commands(pipe)
+    return _seen(pks, pipe.execute(raise_on_error=False))
+
+
+def _seen(pks: Sequence[int], answers: Any) -> dict[int, Seen]:
     found = {}
     for pk, value, left in zip(pks, answers[::2], answers[1::2], strict=True):
         if isinstance(value, Exception):  # something that is no text stands there
@@ -359,6 +452,21 @@ def seen(pks: Sequence[int]) -> dict[int, Seen]:
     return found
 
 
+def _seen_by_majority(
+    quorum: Quorum, commands: Callable[[Any], None], pks: Sequence[int]
+) -> dict[int, Seen]:
+    answers = quorum.ask(commands, enough=lambda answers: None not in answers)
+    there = [_seen(pks, answer) for answer in answers if isinstance(answer, list)]
+    if len(there) < votes.majority(len(answers)):
+        raise ballot.NoQuorum(ballot.trouble(answers, quorum))
+    found = {}
+    for pk in pks:
+        held = [(seen[pk].owner, seen[pk].ttl) for seen in there if pk in seen]
+        if (agreed := votes.agreed(held, len(answers))) is not None:
+            found[pk] = Seen(owner=agreed[0], ttl=agreed[1])
+    return found
+
+
 def _ttl(left: Any) -> float | None:
     return left / 1000 if isinstance(left, int) and left >= 0 else None
 
@@ -366,11 +474,17 @@ def _ttl(left: Any) -> float | None:
 def get_ready() -> None:
     """Make the client, which connects when it is used; a forked child connects by itself."""
     _client()
+    _quorum()
 
 
 def forget_clients() -> None:
-    """Drop the client, after a change of settings."""
+    """Drop the clients, after a change of settings."""
     wire.close(_client)
+    wire.close(_asking)
+    _budget.reset()
+    if _quorum.cache_info().currsize and (quorum := _quorum()) is not None:
+        quorum.close()
+    _quorum.cache_clear()
 
 
 def _advice(ask: Callable[[], Grip]) -> Grip:
@@ -386,8 +500,8 @@ def _name(name: str) -> str:
 
 
 def _namer() -> Callable[[str], str]:
-    """Return what makes a key of a name, for many of them."""
-    cache: Any = caches[conf.get().LOCK_CACHE]
+    """Return what makes a key of a name, for many of them; all servers have the same keys."""
+    cache: Any = caches[conf.get().lock_home]
     make_key, prefix = cache.client.make_key, conf.get().PREFIX
     return lambda name: str(make_key(f"{prefix}:{name}"))
 
@@ -399,7 +513,7 @@ def _leader(ttl: float) -> Lock:
 
 def _named(name: str, ttl: float) -> Lock:
     conf_now = conf.get()
-    cache: Any = caches[conf_now.LOCK_CACHE]
+    cache: Any = caches[conf_now.lock_home]
     lock: Lock = cache.lock(
         f"{conf_now.PREFIX}:{name}",
         timeout=_milliseconds(ttl) / 1000,
@@ -414,11 +528,6 @@ def _token(pk: int, owner: str) -> str:
     return f"{pk}:{owner}"
 
 
-def _value(name: str) -> str | None:
-    value: Any = _client().get(name)
-    return None if value is None else _text(value)
-
-
 def _text(value: Any) -> str:
     # Whatever else stands there is not our token.
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
@@ -431,5 +540,27 @@ def _milliseconds(seconds: float) -> int:
 
 @lru_cache(maxsize=1)
 def _client() -> Redis:
-    source: Any = get_redis_connection(conf.get().LOCK_CACHE)
+    return _client_of(conf.get().lock_home)
+
+
+def _client_of(alias: str) -> Redis:
+    source: Any = get_redis_connection(alias)
     return wire.own_client(source, timeout=conf.get().LOCK_TIMEOUT)
+
+
+_budget = wire.Budget()  # of calls that ask whether locks can be had
+
+
+@lru_cache(maxsize=1)
+def _asking() -> wire.Client:
+    source: Any = get_redis_connection(conf.get().lock_home)
+    return wire.Client.to(source, timeout=conf.get().PUSH_TIMEOUT)
+
+
+@lru_cache(maxsize=1)
+def _quorum() -> Quorum | None:
+    """Return the servers that are asked together; None: there is one."""
+    aliases = conf.get().lock_caches
+    if len(aliases) == 1:
+        return None
+    return Quorum(aliases, _client_of, timeout=conf.get().LOCK_TIMEOUT)

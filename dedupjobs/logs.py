@@ -283,11 +283,12 @@ def _control_changed(control: Control, what: str, by: str, **_: Any) -> None:
     _say(logging.INFO, facts, sentence, control.pk, words, what, line(by))
 
 
-def _turned_away(sender: str, control: int, **_: Any) -> None:
+def _turned_away(sender: str, control: int | None, **_: Any) -> None:
     # Not louder: in an incident there are thousands a second, and each is as somebody wants it.
     if _listens(logging.INFO):
         facts = {"job": line(sender), "control": control, **fields.of_process()}
-        _say(logging.INFO, facts, "%s: call turned away by control %s", line(sender), control)
+        whose = "on_redis_error" if control is None else f"control {control}"
+        _say(logging.INFO, facts, "%s: call turned away by %s", line(sender), whose)
 
 
 def _set_aside(sender: str, job_pk: int, words: str, **_: Any) -> None:

@@ -43,7 +43,8 @@ def get_ready() -> None:
         for entry in dispatch.ENTRIES:
             import_module(entry.rpartition(".")[0])
         hardening.harden_connections()
-        caches[conf.get().LOCK_CACHE]
+        for alias in conf.get().lock_caches:
+            caches[alias]
         locks.get_ready()
         vendors = {connection.vendor for connection in connections.all()}  # imports the drivers
         if "mysql" not in vendors:  # which has to be asked for its version first

@@ -64,6 +64,7 @@ class Options:
     on_lost: str = "retry"
     max_lost: int = 3
     on_redis_error: str = "database"
+    concurrency_control: str = "pessimistic"
     atomic: bool = False
     batch: bool | str = True
     debounce: float | None = None
@@ -77,6 +78,16 @@ class Options:
     def beat_every(self) -> float:
         """Seconds between two heartbeats: a sixth of the lease."""
         return self.lease / 6
+
+    @property
+    def takes_lock(self) -> bool:
+        """Whether a Redis lock is taken before a row is claimed."""
+        return self.concurrency_control == "pessimistic"
+
+    @property
+    def needs_lock(self) -> bool:
+        """Whether it does not run while no lock can be had."""
+        return self.takes_lock and self.on_redis_error != "database"
 
     @property
     def gathers(self) -> bool:
@@ -508,6 +519,12 @@ def options_of(name: str) -> Options:
     return found.options if found else _options({}, name)
 
 
+def in_need_of_locks() -> tuple[str, ...]:
+    """Return the names, present and former, of jobs that do not run while no lock can be had."""
+    needy = (job for job in _jobs.values() if job.options.needs_lock)
+    return tuple(sorted(name for job in needy for name in (job.name, *job.aliases)))
+
+
 def limited() -> tuple[str, ...]:
     """Return the names, present and former, of jobs that declare ``concurrency``."""
     return tuple(sorted(_limited))
@@ -654,6 +671,11 @@ def _options(given: dict[str, Any], job: str) -> Options:
     for option, value in given.items():
         if wrong := _wrong_option(option, value, f"{job}: "):
             raise JobDefinitionError(wrong)
+    if given.get("concurrency_control") == "optimistic" and "on_redis_error" in given:
+        raise JobDefinitionError(
+            f"{job}: on_redis_error={given['on_redis_error']!r} says what to do without a lock, "
+            "and concurrency_control='optimistic' takes none; remove one of the two"
+        )
     merged = {**defaults, **given}
     return Options(**{o: _OPTION[o](value, f"{job}: {o}") for o, value in merged.items()})
 
@@ -795,7 +817,8 @@ _OPTION: dict[str, Callable[[Any, str], Any]] = {
     "on_dead": _one_of("reopen", "block"),
     "on_lost": _one_of("retry", "hold"),
     "max_lost": _whole,
-    "on_redis_error": _one_of("database"),
+    "on_redis_error": _one_of("database", "wait", "refuse"),
+    "concurrency_control": _one_of("pessimistic", "optimistic"),
     "atomic": _flag,
     "batch": _batch,
     "debounce": _positive_or_none,

@@ -22,6 +22,7 @@ from dedupjobs import (
     clock,
     controls,
     counters,
+    dispatch,
     execution,
     fields,
     hardening,
@@ -74,6 +75,7 @@ class Host:
 
     owner: str = ""
     rq_id: str = ""
+    name: str = ""  # the job that the message says it is of
     pays_when_idle: bool = False  # it tells what was counted although no other job may come
 
     def claimed(
@@ -157,17 +159,20 @@ def serve(deliveries: list[list[int]], run_all: Callable[[Rows, str], None]) -> 
 
 def one_by_one(rows: Rows, owner: str) -> None:
     """Run rows one after the other, each claimed when its turn has come."""
+    lock = takes_lock()
     for index, (pk, generation) in enumerate(rows):
         if interrupts.shutting_down.is_set():
             lifecycle.mark_unsent([rq_id()])
             return
-        deliver(pk, generation, owner=owner if len(rows) == 1 else f"{owner}.{index}")
+        mine = owner if len(rows) == 1 else f"{owner}.{index}"
+        deliver(pk, generation, owner=mine, lock=lock)
 
 
 def deliver(pk: int, generation: int, *, owner: str, lock: bool = True) -> Status | None:
     """
     Run one row if it is waiting and due; return where it went, or None if there was nothing.
 
+    ``lock``: try to take its lock first. What is not known before the claim is mended after it.
     A delivery that finds nothing to take is dropped: whoever holds the row finishes it, or the
     coordinator recovers it.
     """
@@ -187,7 +192,7 @@ def _deliver(pk: int, generation: int, owner: str, *, lock: bool) -> Status | No
     if claim is None:
         return None
     options = controls.known().options_of(claim.name)
-    _hold_lock(claim, grip, options)
+    grip = _hold_lock(claim, grip, options)
     host.claimed(claim, options)
     heart = Heart(job_pk=pk, fence=claim.fence, owner=owner, name=claim.name, lease=options.lease)
     signals.tell(signals.attempt_started, claim.name, claim=claim)
@@ -208,6 +213,11 @@ def _deliver(pk: int, generation: int, owner: str, *, lock: bool) -> Status | No
 
 
 # ---- before the run
+
+
+def takes_lock() -> bool:
+    """Return whether the job takes locks that the message says it is of."""
+    return registry.options_of(host.name or dispatch.name_in(_rq_description())).takes_lock
 
 
 def _checked(deliveries: Any) -> list[tuple[int, int]]:
@@ -235,7 +245,7 @@ def _is_taken(pk: int) -> bool:
 def _claimed(pk: int, generation: int, owner: str, taken: Taken) -> Claim | None:
     """Claim the row, or do with its message what has to be done."""
     try:
-        claim = _claim_surely(pk, generation, owner, taken.waited)
+        claim = _claim_surely(pk, generation, owner, taken)
     except Refused as refused:
         _put_aside(pk, generation, owner, taken.grip, refused.refusal)
         return None
@@ -244,14 +254,14 @@ def _claimed(pk: int, generation: int, owner: str, taken: Taken) -> Claim | None
     return claim
 
 
-def _claim_surely(pk: int, generation: int, owner: str, lock_wait: float | None) -> Claim | None:
+def _claim_surely(pk: int, generation: int, owner: str, taken: Taken) -> Claim | None:
     """Claim; where COMMIT had no reply, look for the attempt by its owner before another try."""
-    place = place_of(lock_wait)
+    place, unreachable = place_of(taken.waited), taken.grip is Grip.UNREACHABLE
 
     def look_or_claim(first: bool) -> Claim | None:
         if not first and (found := lifecycle.claimed_by(owner)):
             return found[0]
-        return _claim(pk, generation, owner, place)
+        return _claim(pk, generation, owner, place, locks=not unreachable)
 
     return persist(look_or_claim, patience=CLAIM_PATIENCE)
 
@@ -266,24 +276,36 @@ def rq_id() -> str:
     return host.rq_id or _rq_id()
 
 
-def _claim(pk: int, generation: int, owner: str, place: Place) -> Claim | None:
-    """Claim under the controls in force; a group that nobody has counted yet is made first."""
+def _claim(
+    pk: int, generation: int, owner: str, place: Place, *, locks: bool = True
+) -> Claim | None:
+    """
+    Claim under the controls in force; a group that nobody has counted yet is made first.
+
+    ``locks``: they can be had.
+    """
+    gate = controls.known().gate(locks=locks)
     try:
-        return lifecycle.claim(
-            pk, generation, owner=owner, place=place, gate=controls.known().gate()
-        )
+        return lifecycle.claim(pk, generation, owner=owner, place=place, gate=gate)
     except GroupUnknown as unknown:
         controls.make_group(str(unknown))
-        return _claim(pk, generation, owner, place)
+        return _claim(pk, generation, owner, place, locks=locks)
 
 
 def _put_aside(pk: int, generation: int, owner: str, grip: Grip, refusal: Refusal) -> None:
     """Let a row wait that may not run yet, unless another message of it is on its way."""
-    if grip is Grip.HELD:
-        locks.release(pk, owner, cargo=[counters.payment(due=host.pays_when_idle)])
+    _leave(pk, owner, grip)
     mine = host.rq_id or _rq_id()
     if not mine or refusal.sent_as in (mine, None):
         asides.put(pk, generation, refusal)
+
+
+def _leave(pk: int, owner: str, grip: Grip) -> None:
+    """Give up what was taken of a row that does not run here, and tell what was counted."""
+    if grip is Grip.HELD:
+        locks.release(pk, owner, cargo=[counters.payment(due=host.pays_when_idle)])
+    elif grip is not Grip.UNREACHABLE and not host.pays_when_idle:
+        counters.pay()
 
 
 def _rq_id() -> str:
@@ -291,6 +313,13 @@ def _rq_id() -> str:
 
     job = get_current_job()
     return job.id if job else ""
+
+
+def _rq_description() -> str:
+    from rq import get_current_job  # noqa: PLC0415 - only a worker has one
+
+    job = get_current_job()
+    return (job.description or "") if job else ""
 
 
 def _rq_worker() -> str:
@@ -317,10 +346,7 @@ def _drop(pk: int, owner: str, grip: Grip) -> None:
         traceparent=traceparent,
     )
     tell_lock(name, pk, AT_FIRST[grip], None)
-    if grip is Grip.HELD:
-        locks.release(pk, owner, cargo=[counters.payment(due=host.pays_when_idle)])
-    elif grip is Grip.BUSY and not host.pays_when_idle:
-        counters.pay()
+    _leave(pk, owner, grip)
 
 
 AT_FIRST = {
@@ -337,7 +363,13 @@ def tell_lock(name: str, pk: int, event: LockEvent | None, claim: Claim | None) 
         signals.tell(signals.lock_moved, name, job_pk=pk, event=event, claim=claim)
 
 
-def _hold_lock(claim: Claim, grip: Grip, options: Options) -> None:
+def _hold_lock(claim: Claim, grip: Grip, options: Options) -> Grip:
+    """Give a lock that was taken before its job was known what the job wants; return the grip."""
+    if not options.takes_lock:
+        if grip is Grip.HELD:
+            locks.release(claim.job_pk, claim.owner)
+        return Grip.UNUSED
+    first = grip
     event = AT_FIRST[grip]
     if grip is Grip.BUSY:
         grip = locks.replace(claim.job_pk, claim.owner, ttl=options.lease)
@@ -346,6 +378,7 @@ def _hold_lock(claim: Claim, grip: Grip, options: Options) -> None:
         grip = locks.extend(claim.job_pk, claim.owner, ttl=options.lease)
         event = AT_FIRST[grip] if grip is Grip.UNREACHABLE else event
     tell_lock(claim.name, claim.job_pk, event, claim)
+    return first
 
 
 # ---- the run
@@ -559,16 +592,13 @@ def free_lock(claim: Claim, grip: Grip, status: Status | None, heart: Heart, new
     The last word to Redis: it carries the news of the job, and what was counted, since a horse
     is about to end.
     """
-    if grip in (Grip.UNREACHABLE, Grip.UNUSED):
+    cargo: list[Cargo] = [news] if news.travels else []
+    if not news.travels:
         news.send()
-        if grip is Grip.UNREACHABLE:
-            counters.pay()  # no release carries it, and it has a budget of its own
+    if grip in (Grip.UNREACHABLE, Grip.UNUSED):  # nothing else goes there
+        counters.carry(cargo, due=host.pays_when_idle and grip is Grip.UNUSED)
         return
-    cargo: list[Cargo] = [counters.payment(due=host.pays_when_idle)]
-    if news.travels:
-        cargo.append(news)
-    else:
-        news.send()
+    cargo.append(counters.payment(due=host.pays_when_idle))
     event = LockEvent.RELEASED
     after = lifecycle.seconds_until_due(claim.job_pk) if status == Status.RETRYING else 0.0
     if after > 0:

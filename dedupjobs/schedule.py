@@ -76,7 +76,7 @@ def _enqueue(job: Job[..., Any], slot: datetime) -> bool:
     if job.options.catch_up != "all" and waiting.exists():
         signals.tell(signals.slot_skipped, job.name, slot=slot)
         return False
-    return client.enqueue(Variant(job=job), (), {"slot": slot}).created
+    return client.enqueue(Variant(job=job), (), {"slot": slot}, refuses=False).created
 
 
 def rule(job: Job[..., Any]) -> dict[str, Any]:

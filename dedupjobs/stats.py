@@ -344,5 +344,5 @@ def _text(value: Any) -> str:
 
 @lru_cache(maxsize=1)
 def _client() -> wire.Client:
-    source: Any = get_redis_connection(conf.get().LOCK_CACHE)
+    source: Any = get_redis_connection(conf.get().lock_home)
     return wire.Client.to(source, timeout=conf.get().PUSH_TIMEOUT)

@@ -47,7 +47,7 @@ return {1, last}
 
 def client(*, cache: str | None, url: str | None, timeout: float = TIMEOUT) -> Redis:
     """Return the client of a Redis that settings name; ``timeout``: seconds of one command."""
-    return _client(cache or conf.get().LOCK_CACHE, url, timeout)
+    return _client(cache or conf.get().lock_home, url, timeout)
 
 
 @lru_cache(maxsize=64)

@@ -215,7 +215,7 @@ class DedupWorker(Worker):
             raise ValueError(f"{taken.rq_id!r} is no message: {error}") from None
         name = green(taken.queue.name)
         if self.log_job_description:
-            description = line(taken.raw.get(b"description", b"").decode(errors="replace"))
+            description = line(taken.description)
             self.log.info("Worker %s: %s: %s (%s)", self.name, name, blue(description), job.id)
         else:
             self.log.info("Worker %s: %s: %s", self.name, name, job.id)
@@ -289,6 +289,7 @@ class DedupWorker(Worker):
         order = Order(
             owner=clock.token(),
             rq_id=job.id,
+            name=dispatch.name_in(taken.description),
             execution_id=entry.execution.id,
             queue=taken.queue.name,
             timeout=taken.timeout,
@@ -307,7 +308,7 @@ class DedupWorker(Worker):
 
     def _learn(self, taken: Taken, seconds: float) -> None:
         """Note how many such messages may be taken together next time."""
-        description = taken.raw.get(b"description", b"").decode(errors="replace")
+        description = taken.description
         found = registry.find(description.removesuffix(dispatch.ONE_ROW))
         settings = conf.get()
         most = settings.BATCH if found and found.options.batch and not self._counts else 1
@@ -542,7 +543,10 @@ class DedupWorker(Worker):
                 runner.tell_end(claim, ending, status, None)
         elif lost := lifecycle.bury(claim.fence, "lost: its process died"):
             coordinator.tell_lost(lost, "death")
-        locks.release(claim.job_pk, claim.owner, cargo=[counters.payment()])
+        if job is None or job.options.takes_lock:
+            locks.release(claim.job_pk, claim.owner, cargo=[counters.payment()])
+        else:
+            counters.pay()
 
     def _tell_rq(self, job: RqJob, queue: Queue, execution: Execution, status: int) -> None:
         """Let RQ's own books show the dead horse; our row has been dealt with already."""

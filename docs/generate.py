@@ -48,7 +48,8 @@ OPTIONS = {
     "on_dead": "a call on a DEAD key: reopen, block",
     "on_lost": "after a worker's death: retry, hold",
     "max_lost": "losses after which it is DEAD",
-    "on_redis_error": "what Redis's absence means; database: nothing",
+    "on_redis_error": "while no lock can be had: database (run by the row alone), wait, refuse",
+    "concurrency_control": "pessimistic: a Redis lock before the claim; optimistic: none",
     "atomic": "function and success share one transaction",
     "batch": "may share messages, claims and transactions; `group`: its successes, too",
     "debounce": "seconds that calls must have stopped for",
@@ -65,7 +66,12 @@ CHECKS = {
     "E030": "A handler of events is for a consumer that INBOX lacks, or for the only one of "
     "several.",
     "E007": 'RQ["WORKER_CLASS"] is no worker of RQ.',
+    "E040": "Two aliases of LOCK_CACHE are one server, which would have two votes.",
+    "E041": "An alias of LOCK_CACHE is a replica, which can not write.",
+    "E042": "A node of a Redis Cluster is one of several lock servers.",
     "W009": "Two settings, each right, that do not go together.",
+    "W020": "Some of several lock servers do not answer; the text says whether a majority does.",
+    "W021": "The clocks of lock servers differ; the text says what that means.",
 }
 """Texts that the code puts together elsewhere."""
 
@@ -310,6 +316,8 @@ def _checks() -> Iterator[str]:
                 words = f"{said} *{cure}*" if cure.strip("… ") else said
                 if words not in found[number]:
                     found[number].append(words)
+    for number in CHECKS.keys() - found.keys():
+        found[number].append(CHECKS[number])
     yield _table(
         ("check", "says, and its cure"),
         [(_code(f"dedupjobs.{n}"), "<br>".join(found[n])) for n in sorted(found)],

@@ -23,10 +23,10 @@ from tests.waiting import until
 # runs once, with the first of them.
 ONCE = (
     "admin_input", "admin_permissions", "admin_truth", "admin_unfold", "admin_why", "alert_rules",
-    "backoff", "commands", "conf", "contrib", "deployment", "docs", "endings", "event_hooks",
-    "event_settings", "keys", "logs", "moving", "peers", "policy_checks", "pressure", "readme",
-    "registry", "security", "sentinel", "slots", "tasks", "testing", "tracing", "translations",
-    "tutorial", "vitals",
+    "backoff", "census", "commands", "conf", "contrib", "deployment", "docs", "endings",
+    "event_hooks", "event_settings", "keys", "logs", "moving", "peers", "policy_checks",
+    "pressure", "quorum", "readme", "registry", "security", "sentinel", "slots", "tasks",
+    "testing", "tracing", "translations", "tutorial", "vitals", "votes",
 )  # fmt: skip
 DATABASE = os.environ.get("DEDUPJOBS_TEST_DB", "sqlite")
 collect_ignore = [f"test_{name}.py" for name in ONCE] if DATABASE != "sqlite" else []

@@ -43,6 +43,9 @@ def _start(servers: ExitStack) -> None:
     os.environ["DEDUPJOBS_TEST_HOME"] = home
     if "DEDUPJOBS_TEST_REDIS" not in os.environ:
         os.environ["DEDUPJOBS_TEST_REDIS"] = servers.enter_context(Valkey()).url
+    if os.environ.get("DEDUPJOBS_TEST_MODE") == "quorum":
+        urls = [servers.enter_context(Valkey()).url for _ in range(3)]
+        os.environ["DEDUPJOBS_TEST_LOCKS"] = " ".join(f"{url}/0" for url in urls)
     if os.environ.get("DEDUPJOBS_TEST_DB") == "postgresql":
         postgresql = servers.enter_context(PostgreSQL())
         os.environ["DEDUPJOBS_TEST_POSTGRESQL"] = f"{HOST}:{postgresql.port}"

@@ -117,6 +117,8 @@ MAILERS = {"default": {"BACKEND": "django.core.mail.backends.smtp.EmailBackend"}
 RQ = {"WORKER_CLASS": ENV("DEDUPJOBS_TEST_WORKER", "dedupjobs.worker.DedupWorker")}
 RQ_EXCEPTION_HANDLERS = json.loads(ENV("DEDUPJOBS_TEST_HANDLERS", "[]"))
 CACHES = {"default": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": CACHE_URL}}
+for number, url in enumerate(ENV("DEDUPJOBS_TEST_LOCKS", "").split()):
+    CACHES[f"locks{number}"] = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": url}
 
 TASKS = {
     "default": {
@@ -132,8 +134,15 @@ TASKS = {
 if django.VERSION < (6, 0) and find_spec("django_tasks"):
     INSTALLED_APPS.append("django_tasks")
 
+# Where locks are in a whole run of the suite: on three servers ("quorum"), nowhere ("optimistic").
+MODES = {
+    "quorum": {"LOCK_CACHE": ["locks0", "locks1", "locks2"]},
+    "optimistic": {"DEFAULTS": {"concurrency_control": "optimistic"}},
+}
+MODE = MODES.get(ENV("DEDUPJOBS_TEST_MODE", ""), {})
+
 # On a busy machine a healthy Redis may take longer than the default; tests of the bound set it.
-DEDUPJOBS = {"PUSH_TIMEOUT": 5.0, **json.loads(ENV("DEDUPJOBS_TEST_SETTINGS", "{}"))}
+DEDUPJOBS = {"PUSH_TIMEOUT": 5.0, **MODE, **json.loads(ENV("DEDUPJOBS_TEST_SETTINGS", "{}"))}
 
 LOGGING = {
     "version": 1,

@@ -70,6 +70,7 @@ def test_options_have_the_designs_defaults() -> None:
         "on_lost": "retry",
         "max_lost": 3,
         "on_redis_error": "database",
+        "concurrency_control": "pessimistic",
         "atomic": False,
         "batch": True,
         "debounce": None,

@@ -12,6 +12,7 @@ from django.utils.translation import ngettext
 from dedupjobs import conf
 from dedupjobs.admin.period import Period
 from dedupjobs.admin.tiles import Now, bounded
+from dedupjobs.census import Problem
 from dedupjobs.fleet import Fleet
 from dedupjobs.models import Status
 from dedupjobs.story.spoken import span
@@ -45,6 +46,7 @@ def banners(now: Now, seen: Fleet, newest: datetime | None, period: Period) -> l
                 cure=_("Start a DedupWorker: each one has a coordinator."),
             )
         )
+    found += [_among_lock_servers(problem) for problem in seen.lock_troubles]
     found += _too_full(seen)
     if not found and not seen.workers:
         words, cure = _("No worker runs: jobs wait."), _("Start one: manage.py rqworker default")
@@ -63,6 +65,13 @@ def _unreachable(what: str, trouble: str) -> Banner:
         level="bad",
         words=words % {"what": what, "trouble": trouble},
         cure=_("No job is lost: the rows stand in the database, and are handed over again."),
+    )
+
+
+def _among_lock_servers(problem: Problem) -> Banner:
+    # In English, as checks and the doctor have it, so that it can be searched for.
+    return Banner(
+        level="bad" if problem.is_fatal else "warn", words=problem.words, cure=problem.cure
     )
 
 

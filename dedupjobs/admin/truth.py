@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from django.utils.translation import gettext as _
 from redis.exceptions import RedisError
 
-from dedupjobs import cache, conf, dispatch, lifecycle, locks
+from dedupjobs import cache, conf, dispatch, lifecycle, locks, registry
 from dedupjobs.cache import Stored
 from dedupjobs.dispatch import Trace
 from dedupjobs.exceptions import UnknownQueue
@@ -138,7 +139,7 @@ def compare(known: Known, stores: Stores) -> Truth:
     drifted = {drift.store for drift in drifts if not drift.harmless}
     columns = (
         Column(title=_("Rows"), facts=_row_facts(known), drifted="rows" in drifted),
-        _column(_("Redis lock"), stores.lock, _lock_facts, "lock" in drifted),
+        _column(_("Redis lock"), stores.lock, partial(_lock_facts, known.row), "lock" in drifted),
         _column(_("Status cache"), stores.entry, _entry_facts, "cache" in drifted),
         _column(_("RQ"), stores.message, _message_facts, "rq" in drifted),
     )
@@ -200,7 +201,7 @@ def _in_lock(known: Known, lock: Seen | Exception | None) -> Iterator[Drift]:
 
 
 def _without_lock(known: Known) -> Iterator[Drift]:
-    if known.open_one is None or known.expired:
+    if known.open_one is None or known.expired or not _takes_lock(known.row):
         return
     yield Drift(
         store="lock",
@@ -210,6 +211,10 @@ def _without_lock(known: Known) -> Iterator[Drift]:
         label=_("Put the lock back"),
         harmless=True,
     )
+
+
+def _takes_lock(row: ProcessedJob) -> bool:
+    return registry.options_of(row.name).takes_lock
 
 
 def _keeps_lock(known: Known) -> JobAttempt | None:
@@ -297,7 +302,9 @@ def _row_facts(known: Known) -> tuple[Fact, ...]:
     return tuple(facts)
 
 
-def _lock_facts(lock: Seen | None) -> tuple[Fact, ...]:
+def _lock_facts(row: ProcessedJob, lock: Seen | None) -> tuple[Fact, ...]:
+    if lock is None and not _takes_lock(row):
+        return (Fact(label=_("owner"), value=_("none is taken (optimistic)")),)
     if lock is None:
         return (Fact(label=_("owner"), value=_("free")),)
     ttl = _("none: it never ends") if lock.ttl is None else span(lock.ttl)

@@ -20,6 +20,7 @@ from django.db import DatabaseError, InterfaceError, connections
 from django.db.models import Min
 
 from dedupjobs import (
+    census,
     clock,
     conf,
     controls,
@@ -258,6 +259,8 @@ def _untold(at: datetime) -> Iterator[Untold]:
 
 def _known_servers() -> Iterator[tuple[str, Callable[[], float], Callable[[], dict[str, Any]]]]:
     yield LOCKS, counters.server_time, counters.server_facts
+    for alias in census.others():
+        yield f"locks {alias}", partial(census.time, alias), partial(census.facts, alias)
     for queue in dispatch.one_queue_per_server():
         time_of, facts_of = dispatch.server_time, dispatch.server_facts
         yield f"queue {queue}", partial(time_of, queue), partial(facts_of, queue)

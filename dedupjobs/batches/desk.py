@@ -147,13 +147,13 @@ def _tell_and_release(ran: Sequence[Ran]) -> None:
 
 
 def _release(ran: Sequence[Ran], news: News) -> None:
-    cargo: list[Cargo] = [counters.payment(due=runner.host.pays_when_idle)]
-    if ran and news.travels:
-        cargo.append(news)
-    else:
+    cargo: list[Cargo] = [news] if news.travels else []
+    if not news.travels:
         news.send()
     if not ran:
+        counters.carry(cargo, due=runner.host.pays_when_idle)
         return
+    cargo.append(counters.payment(due=runner.host.pays_when_idle))
     grips = locks.release_many(
         [(r.member.claim.job_pk, r.member.claim.owner) for r in ran], cargo=cargo
     )

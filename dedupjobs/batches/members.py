@@ -83,13 +83,16 @@ def claimed(wanted: Sequence[Wanted], owner: str) -> list[Member]:
     for row in wanted:
         named.setdefault(row.pk, row)
     firsts = list(named.values())
-    taken = locks.take_many([(row.pk, row.owner) for row in firsts], ttl=FIRST_LEASE)
+    taken = _taken(firsts)
+    without = any(one.grip is Grip.UNREACHABLE for one in taken.values())
     known = registry.by_name()
     gate = controls.current().gate()
     terms = {
         name: Terms(lease=job.options.lease, begins=job.options.gathers)
         for name, job in known.items()
-        if may_share(job.options) and not (gate.queues or name in gate.names)
+        if may_share(job.options)
+        and not (gate.queues or name in gate.names)
+        and not (without and job.options.needs_lock)
     }
     asked = [
         Wanted(
@@ -111,6 +114,12 @@ def claimed(wanted: Sequence[Wanted], owner: str) -> list[Member]:
     return [_member(claim, known[claim.name], grips[claim.job_pk]) for claim in claims]
 
 
+def _taken(rows: Sequence[Wanted]) -> dict[int, Taken]:
+    if not runner.takes_lock():
+        return dict.fromkeys((row.pk for row in rows), Taken(Grip.UNUSED))
+    return locks.take_many([(row.pk, row.owner) for row in rows], ttl=FIRST_LEASE)
+
+
 def _member(claim: Claim, job: Job[..., object], grip: Grip) -> Member:
     heart = Heart(
         job_pk=claim.job_pk,
@@ -126,6 +135,7 @@ def _member(claim: Claim, job: Job[..., object], grip: Grip) -> Member:
 def _hold_locks(claims: Sequence[Claim], taken: dict[int, Taken]) -> dict[int, Grip]:
     """Take over the locks of others, whose rows we have won, and give all the jobs' own leases."""
     grips = {claim.job_pk: taken[claim.job_pk].grip for claim in claims}
+    grips |= _given_up(claims, grips)
     events = {pk: AT_FIRST[grip] for pk, grip in grips.items()}
     by_lease: dict[tuple[bool, float], list[tuple[int, str]]] = {}
     for claim in claims:
@@ -146,3 +156,10 @@ def _hold_locks(claims: Sequence[Claim], taken: dict[int, Taken]) -> dict[int, G
         signals.tell(signals.delivery_received, "", job_pk=pk, generation=generation)
         runner.tell_lock(claim.name, pk, events[pk], claim)
     return grips
+
+
+def _given_up(claims: Sequence[Claim], grips: dict[int, Grip]) -> dict[int, Grip]:
+    """Give up the locks of jobs that take none, whose message did not say what they are."""
+    free = [claim for claim in claims if not registry.options_of(claim.name).takes_lock]
+    locks.release_many([(c.job_pk, c.owner) for c in free if grips[c.job_pk] is Grip.HELD])
+    return {claim.job_pk: Grip.UNUSED for claim in free}

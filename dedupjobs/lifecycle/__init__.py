@@ -89,6 +89,7 @@ from dedupjobs.lifecycle.rows import (
 )
 from dedupjobs.lifecycle.sending import (
     BEYOND,
+    NO_LOCKS,
     PAUSE_MARKS,
     ROOM_MARKS,
     aside,
@@ -145,8 +146,8 @@ __all__ = [  # noqa: RUF022 - in the order a job meets them
     "cancel_alike", "hold_alike", "retry_alike", "unhold_alike", "limit_alike",
     "Pruned", "prunable", "free_tombstones", "held", "prune", "purge",
     "new_dispatch_id", "mark_sent", "mark_sent_together", "mark_unsent",
-    "BEYOND", "PAUSE_MARKS", "ROOM_MARKS", "is_aside", "set_aside", "set_aside_unsent", "aside",
-    "release", "marks", "forget_mark",
+    "BEYOND", "PAUSE_MARKS", "NO_LOCKS", "ROOM_MARKS", "is_aside", "set_aside", "set_aside_unsent",
+    "aside", "release", "marks", "forget_mark",
 ]  # fmt: skip
 
 

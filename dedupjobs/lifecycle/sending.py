@@ -1,10 +1,10 @@
 """
 Which rows wait for a message, which message was sent last, and which wait without one.
 
-A row that may not run yet (a pause, no room in its group) is *set aside*: a mark stands where the
-RQ id of its last hand-over would, and ``dispatched_at`` lies beyond all time. So neither the
-hand-over nor the search for lost messages sees it, it costs no queue anything, and all rows that
-wait for the same thing are found by one index.
+A row that may not run yet (a pause, no room in its group, no lock to be had) is *set aside*: a
+mark stands where the RQ id of its last hand-over would, and ``dispatched_at`` lies beyond all
+time. So neither the hand-over nor the search for lost messages sees it, it costs no queue
+anything, and all rows that wait for the same thing are found by one index.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ CHUNK = 500  # ids of one statement
 # Letters and digits only, so that all marks lie between these two in every collation.
 ASIDE, NO_MORE = "aside", "asidf"
 PAUSE_MARKS, ROOM_MARKS = f"{ASIDE}pause", f"{ASIDE}room"  # how marks begin, in this order
+NO_LOCKS = f"{ASIDE}redis"  # the mark, between those, of rows whose job does not run without a lock
 BEYOND = datetime(9000, 1, 1, tzinfo=UTC)  # when a row that was set aside was handed over
 
 

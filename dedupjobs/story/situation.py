@@ -7,7 +7,7 @@ from typing import Any
 
 from django.utils.translation import gettext as _
 
-from dedupjobs import conf, controls, lifecycle, operations, registry
+from dedupjobs import conf, controls, lifecycle, locks, operations, registry
 from dedupjobs.backoff import Exponential
 from dedupjobs.models import JobAttempt, ProcessedJob
 from dedupjobs.story.why import Situation, Try
@@ -52,6 +52,8 @@ def _aside(row: ProcessedJob) -> str:
     """Return why a row waits without a message, if it does."""
     if not lifecycle.is_aside(row):
         return ""
+    if row.dispatch_id == lifecycle.NO_LOCKS:
+        return _without_lock()
     controls.current(at_most=0.0)
     refusal = controls.refusal_of(row)
     return (
@@ -59,6 +61,14 @@ def _aside(row: ProcessedJob) -> str:
         if refusal
         else _("what it waited for is over, and the coordinator lets it go")
     )
+
+
+def _without_lock() -> str:
+    trouble = locks.why_unreachable()
+    if not trouble:
+        return _("locks can be had again, and the coordinator lets it go")
+    words = _("no lock can be had, and on_redis_error says not to run without: %(trouble)s")
+    return words % {"trouble": trouble}
 
 
 def _try(attempt: JobAttempt) -> Try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from django.db.models import Q
 
-from dedupjobs import controls, criteria, dispatch, lifecycle, locks
+from dedupjobs import controls, criteria, dispatch, lifecycle, locks, registry
 from dedupjobs.exceptions import UnknownQueue
 from dedupjobs.models import DuplicateSample, JobAttempt, Operation, ProcessedJob
 from dedupjobs.story import events, parts, why
@@ -155,6 +155,8 @@ def _said(ask: Callable[[ProcessedJob], str], row: ProcessedJob) -> str:
 
 def _lock(row: ProcessedJob) -> str:
     seen = locks.seen([row.pk]).get(row.pk)
+    if seen is None and not registry.options_of(row.name).takes_lock:
+        return 'none is taken: concurrency_control="optimistic"'
     if seen is None:
         return "nobody has it"
     left = "for ever" if seen.ttl is None else f"for another {span(seen.ttl)}"

@@ -134,5 +134,5 @@ def simulate_redis_loss() -> Iterator[None]:
     there: ``run_pending()`` runs them, as workers do once the coordinator has sent them again.
     """
     only_in_tests("simulate_redis_loss()")
-    with without_redis():
+    with without_redis(missed=True):
         yield

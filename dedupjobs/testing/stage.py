@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -13,6 +13,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from dedupjobs import bell, cache, counters, dispatch, invalidation, locks, stats, streams, wire
 from dedupjobs.exceptions import OutsideTests
+from dedupjobs.locks import Grip, Taken
 
 
 def only_in_tests(helper: str) -> None:
@@ -25,12 +26,18 @@ def only_in_tests(helper: str) -> None:
 
 
 @contextmanager
-def without_redis() -> Iterator[None]:
-    """Let every Redis call of ours fail at once, whatever the settings say and whoever is there."""
-    with (
-        mock.patch.object(wire, "own_client", _cut_off),
-        mock.patch.object(invalidation, "ensure_listening", _listen_to_nobody),
-    ):
+def without_redis(*, missed: bool = False) -> Iterator[None]:
+    """
+    Let every Redis call of ours fail at once, whatever the settings say and whoever is there.
+
+    ``missed``: on_redis_error is obeyed; else nobody takes a lock, and nobody misses one.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(wire, "own_client", _cut_off))
+        stack.enter_context(mock.patch.object(invalidation, "ensure_listening", _listen_to_nobody))
+        if not missed:
+            stack.enter_context(mock.patch.object(locks, "take", _take_none))
+            stack.enter_context(mock.patch.object(locks, "why_unreachable", str))
         _forget_clients()
         try:
             yield
@@ -48,6 +55,10 @@ def _cut_off(*_: Any, **__: Any) -> Redis:
 
 
 def _listen_to_nobody() -> None: ...
+
+
+def _take_none(*_: Any, **__: Any) -> Taken:
+    return Taken(Grip.UNUSED)
 
 
 def _forget_clients() -> None:

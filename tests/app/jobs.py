@@ -570,3 +570,34 @@ def wait_in_group(*, tag: str, release: str) -> None:
 def wait_atomically(*, tag: str, release: str) -> None:
     Path(f"{release}.begun").touch()  # nobody sees what it writes to the database
     wait.func(tag=tag, release=release)
+
+
+# ---- without a lock, and not without
+
+
+@job(key="free:{tag}", unique_for=FOREVER, concurrency_control="optimistic")
+def record_freely(*, tag: str) -> None:
+    note(tag)
+
+
+@job(
+    key="free wait:{tag}", unique_for=FOREVER, lease=1, timeout=30,
+    concurrency_control="optimistic",
+)  # fmt: skip
+def wait_freely(*, tag: str, release: str) -> None:
+    wait.func(tag=tag, release=release)
+
+
+@job(key="free group:{tag}", unique_for=FOREVER, batch="group", concurrency_control="optimistic")
+def record_freely_in_group(*, tag: str) -> None:
+    note(tag)
+
+
+@job(key="patient:{tag}", unique_for=FOREVER, on_redis_error="wait")
+def record_if_locked(*, tag: str) -> None:
+    note(tag)
+
+
+@job(key="strict lock:{tag}", unique_for=FOREVER, on_redis_error="refuse", retry_on=())
+def refuse_unlocked(*, tag: str) -> None:
+    note(tag)

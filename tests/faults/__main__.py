@@ -65,6 +65,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--each", type=int, default=1, help="rounds of all kinds per stage")
     parser.add_argument("--write", type=Path, help="the page that gets the table")
     parser.add_argument("--json", type=Path, help="the figures")
+    parser.add_argument("--locks", choices=house.LOCKS, default="one", help="and where they are")
     parser.add_argument("--keep", action="store_true", help="keep the folders of bad stages")
     options = parser.parse_args()
     options.database = options.database or list(DATABASES)
@@ -83,7 +84,7 @@ def _play(
     large = bool(options.jobs)
     count = len(options.database) * len(WORKERS)
     arguments = [database, worker, "--seed", f"{seed} {number}", "--out", str(out)]
-    arguments += ["--each", str(options.each), "--action", "kill"]
+    arguments += ["--each", str(options.each), "--locks", options.locks, "--action", "kill"]
     for action in ENDS if large else [ENDS[number % 2]]:
         arguments += ["--action", action]
     if large:
@@ -124,7 +125,7 @@ def _complaints(results: list[Result], options: argparse.Namespace) -> list[str]
         found += [f"{name}: {what}" for what in (*r["violations"], *r["errors"])]
     hit = Counter(entry for r in results for entry in r["hit"])
     for action in ("kill", *ENDS):
-        missed = {p for p in points.all_points() if not hit[f"{p} {action}"]}
+        missed = {p for p in points.all_points(options.locks) if not hit[f"{p} {action}"]}
         found += [f"nobody was struck by {action!r} at {point}" for point in sorted(missed)]
     kinds = Counter()
     for r in results:

@@ -16,7 +16,9 @@ from dedupjobs.exceptions import DedupJobsError
 from tests.faults import ledger
 
 SHARES = {
-    "plain": 34,
+    "plain": 24,
+    "free": 5,
+    "patient": 5,
     "slow": 4,
     "atomic": 20,
     "completing": 14,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +28,9 @@ BRISK: dict[str, Any] = {
 USUAL: dict[str, Any] = {"SHUTDOWN_GRACE": 1, "TIMEOUT_GRACE": 1}
 """The defaults, but for how long a deploy waits for its jobs."""
 
+
+LOCKS = ("one", "quorum", "none")
+"""Where a stage's locks are: with all else in Redis, on three servers of their own, nowhere."""
 
 LEASES = {True: 3, False: 5}  # seconds, of a brisk stage and of a usual one
 
@@ -90,8 +94,14 @@ class House:
     """
 
     hosts: dict[str, tuple[str, ...]] = {"": ()}
+    locks: str = "one"
+    lock_servers: Sequence[Valkey] = ()
+    lock_proxies: Sequence[Proxy] = ()
 
-    def __init__(self, database: str, home: Path) -> None:
+    def __init__(self, database: str, home: Path, locks: str = "one") -> None:
+        self.locks = locks
+        self.lock_servers = [Valkey() for _ in range(3 if locks == "quorum" else 0)]
+        self.lock_proxies = []
         self.database = database
         self.home = home
         self.valkey = MovableValkey()
@@ -102,6 +112,10 @@ class House:
         try:
             self._stack.enter_context(self.valkey)
             self.redis_proxy = self._stack.enter_context(Proxy(self.valkey.port))
+            for server in self.lock_servers:
+                self._stack.enter_context(server)
+                proxy = self._stack.enter_context(Proxy(server.port))
+                self.lock_proxies = [*self.lock_proxies, proxy]
             self.db_proxy: Proxy | None = None
             if self.server is not None:
                 self._stack.enter_context(self.server)
@@ -133,6 +147,13 @@ class House:
             "PYTHONPATH": os.getcwd(),
             "PYTHONUNBUFFERED": "1",
         }
+        if self.lock_servers:
+            ways: list[Any] = self.lock_servers if direct else self.lock_proxies
+            names = [f"locks{number}" for number in range(len(ways))]
+            found["DEDUPJOBS_TEST_LOCKS"] = " ".join(f"redis://{HOST}:{w.port}/0" for w in ways)
+            found["DEDUPJOBS_TEST_SETTINGS"] = json.dumps({**settings, "LOCK_CACHE": names})
+        if self.locks == "none":
+            found["FAULTS_CONTROL"] = "optimistic"
         if self.server is not None:
             address = self.server_address(direct=direct)
             found[f"DEDUPJOBS_TEST_{self.database.upper()}"] = address

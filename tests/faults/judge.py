@@ -33,7 +33,7 @@ from tests.faults.app.models import Applied, Effect
 Lines = list[dict[str, Any]]
 
 ONCE = ("atomic", "completing")  # effect and success commit together
-OUTSIDE = ("plain", "slow", "flaky", "forking", "grown", "newcomer")
+OUTSIDE = ("plain", "slow", "free", "patient", "flaky", "forking", "grown", "newcomer")
 STEPS = ("book", "charge", "tell")
 ENDLESS = ("latest", "newest")  # the key is free after each success
 
@@ -273,7 +273,8 @@ def told_wrongly() -> Iterator[str]:
 
 def leaks() -> Iterator[str]:
     """I8: each of our keys has an end, but for messages in RQ's hands, which RQ ends itself."""
-    for url in (settings.CACHE_URL, settings.RQ_URL):
+    locks = [entry["LOCATION"] for alias, entry in settings.CACHES.items() if "lock" in alias]
+    for url in (settings.CACHE_URL, settings.RQ_URL, *locks):
         with redis.Redis.from_url(url, decode_responses=True, encoding_errors="replace") as client:
             known = _in_rqs_hands(client)
             for key in client.scan_iter("*dedupjobs*", count=1000):

@@ -10,8 +10,8 @@ import pickle
 import signal
 import sqlite3
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,16 +43,23 @@ class Kind:
     name: str
     apply: Callable[[Stage], None]
     databases: tuple[str, ...]
+    locks: tuple[str, ...] = house.LOCKS
+
+    def strikes(self, here: house.House) -> bool:
+        """Whether there is what it strikes."""
+        return here.database in self.databases and here.locks in self.locks
 
 
 KINDS: list[Kind] = []
 
 
-def kind(name: str, databases: tuple[str, ...] = DATABASES) -> Callable[[Any], Any]:
+def kind(
+    name: str, databases: tuple[str, ...] = DATABASES, locks: tuple[str, ...] = house.LOCKS
+) -> Callable[[Any], Any]:
     """Register a fault."""
 
     def register(apply: Callable[[Stage], None]) -> Callable[[Stage], None]:
-        KINDS.append(Kind(name, apply, databases))
+        KINDS.append(Kind(name, apply, databases, locks))
         return apply
 
     return register
@@ -239,6 +246,89 @@ def cut_reply(stage: Stage) -> None:
         name = "cut after the request, before Redis's reply"
         stage.struck(name, jobs=stage.waiting(), first=True)
     proxy.pass_through()
+
+
+# ---- the lock servers, where there are three
+
+
+def _lock_servers(name: str, number: int) -> Callable[[Any], Any]:
+    """Register a fault of ``number`` of the lock servers: it yields once they are struck."""
+
+    def register(strike: Callable[[Stage, list[int]], Any]) -> Any:
+        def apply(stage: Stage) -> None:
+            struck = stage.rng.sample(range(len(stage.house.lock_servers)), number)
+            with strike(stage, struck):
+                stage.burst(3)
+                stage.burst(2, "patient")
+                stage.pause(SHORT)
+            stage.struck(name, jobs=stage.waiting(), first=True)
+            stage.pause(0.5)
+
+        return kind(name, locks=("quorum",))(apply)
+
+    return register
+
+
+@contextmanager
+def _killed(stage: Stage, struck: list[int]) -> Iterator[None]:
+    for at in struck:
+        stage.house.lock_servers[at].kill()
+    yield
+    for at in struck:
+        stage.house.lock_servers[at].restart()  # empty
+
+
+@contextmanager
+def _stopped(stage: Stage, struck: list[int]) -> Iterator[None]:
+    pids = [stage.house.lock_servers[at].process.pid for at in struck]
+    for pid in pids:
+        stage.signal(pid, signal.SIGSTOP)
+    yield
+    for pid in pids:
+        stage.signal(pid, signal.SIGCONT)
+
+
+@contextmanager
+def _flushed(stage: Stage, struck: list[int]) -> Iterator[None]:
+    for at in struck:
+        with stage.house.lock_servers[at].client() as client:
+            client.flushall()
+    yield
+
+
+@contextmanager
+def _following(stage: Stage, struck: list[int]) -> Iterator[None]:
+    clients = [stage.house.lock_servers[at].client() for at in struck]
+    for client in clients:
+        client.replicaof("127.0.0.1", 1)
+    yield
+    for client in clients:
+        client.replicaof("no", "one")
+        client.close()
+
+
+def _on_the_way(switch: Callable[[Any], Any]) -> Any:
+    @contextmanager
+    def strike(stage: Stage, struck: list[int]) -> Iterator[None]:
+        for at in struck:
+            switch(stage.house.lock_proxies[at])
+        yield
+        for at in struck:
+            stage.house.lock_proxies[at].pass_through()
+            stage.house.lock_proxies[at].cut()
+
+    return strike
+
+
+for _number in (1, 2):
+    _which = "a lock server" if _number == 1 else "two lock servers"
+    _lock_servers(f"{_which} killed, back without data", _number)(_killed)
+    _lock_servers(f"{_which} stopped", _number)(_stopped)
+    _lock_servers(f"{_which} read-only", _number)(_following)
+    _lock_servers(f"{_which} answers nothing", _number)(_on_the_way(lambda p: p.black_hole()))
+    _lock_servers(f"{_which} delayed", _number)(_on_the_way(lambda p: p.delay(0.1)))
+_lock_servers("all lock servers wiped", 3)(_flushed)
+_lock_servers("all lock servers killed, back without data", 3)(_killed)
 
 
 # ---- the database

@@ -66,6 +66,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--pace", type=float, default=0.15)
     parser.add_argument("--usual", action="store_true", help="the default settings of time")
     parser.add_argument("--only", action="append", default=[], help="these kinds; no probes")
+    parser.add_argument("--locks", choices=houses.LOCKS, default="one")
     parser.add_argument("--keep", action="store_true", help="keep the folder of a bad stage")
     parser.add_argument("--out", required=True)
     return parser.parse_args()
@@ -81,7 +82,7 @@ def _play(options: argparse.Namespace, home: Path) -> dict[str, Any]:
         stage.backlog = options.backlog
         return stage
 
-    with House(options.database, home) as house:
+    with House(options.database, home, options.locks) as house:
         enter(house, settings=settings, worker=options.worker, seed=options.seed)
         return perform(make(house), lambda stage: _strike(stage, options))
 
@@ -112,6 +113,7 @@ def perform(stage: Stage, strike: Callable[[Stage], list[str]]) -> dict[str, Any
     return {
         "database": stage.house.database,
         "worker": stage.worker,
+        "locks": stage.house.locks,
         "seconds": time.monotonic() - begun,
         "struck_for": struck_for,
         "quiet": quiet,
@@ -191,7 +193,7 @@ def _one_round(stage: Stage, options: argparse.Namespace, over: Callable[[], boo
 def _kinds(stage: Stage, options: argparse.Namespace) -> list[Kind]:
     from tests.faults.kinds import KINDS
 
-    here = [k for k in KINDS if stage.house.database in k.databases]
+    here = [k for k in KINDS if k.strikes(stage.house)]
     return [k for k in here if not options.only or k.name in options.only]
 
 
@@ -199,7 +201,7 @@ def _probes(stage: Stage, actions: list[str]) -> list[tuple[str, str, str]]:
     """Return (role, point, action): each action at each point, and some of the rest."""
     from tests.faults import arming, points
 
-    pairs = points.by_role(stage.worker, stage.house.database)
+    pairs = points.by_role(stage.worker, stage.house.database, stage.house.locks)
     found = [(role, point, action) for role, point in pairs for action in actions]
     horses = [pair for pair in pairs if pair[0] == "horse"]
     some = stage.rng.sample(horses, min(len(horses), 8))

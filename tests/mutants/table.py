@@ -674,7 +674,7 @@ ALL = [
     ),
     Mutant(
         "a row that found no room does not look again",
-        (("asides.py", "and controls.refusal_of(row) is None:", "and False:"),),
+        (("asides.py", "and controls.refusal_of(row) is None", "and False"),),
         test="test_controls.py::test_room_that_is_freed_while_a_row_is_set_aside_is_not_missed",
     ),
     Mutant(
@@ -703,5 +703,99 @@ ALL = [
             ),
         ),
         test="test_controls.py::test_sweep_comes_to_every_group_however_many_wait",
+    ),
+    # ---- locks on several servers, on none, and not to be had
+    Mutant(
+        "half of the lock servers are a majority",
+        (
+            ("votes.py", "return servers // 2 + 1", "return (servers + 1) // 2 or 1"),
+            ("votes.py", "if granted >= needed:", "if granted >= needed - 1:"),
+        ),
+        test="test_votes.py::test_verdict_of_all_servers_is_that_of_the_rule",
+    ),
+    Mutant(
+        "a lock that was granted too late is held",
+        (("votes.py", "return ttl - elapsed - drift(ttl)", "return ttl"),),
+        test="test_quorum.py::test_lock_granted_later_than_it_lives_is_not_held_and_given_back",
+    ),
+    Mutant(
+        "what a minority of lock servers has granted stays there",
+        (
+            (
+                "locks.py",
+                "    if held and (quorum := _quorum()) is not None:\n        commands",
+                "    if not held and (quorum := _quorum()) is not None:\n        commands",
+            ),
+        ),
+        test="test_quorum.py::test_lock_that_others_hold_on_a_majority_is_busy_and_our_own_part_is_"
+        "given_back",
+    ),
+    Mutant(
+        "a slow lock server's answer is taken for that to the next question",
+        (
+            (
+                "quorum.py",
+                "            self._owed.append([self._sent, left])\n",
+                "            pass\n",
+            ),
+        ),
+        test="test_quorum.py::test_late_answer_is_not_taken_for_that_to_the_next_question",
+    ),
+    Mutant(
+        "a stopped lock server is waited for each time",
+        (
+            (
+                "quorum.py",
+                "        self.trouble, self._again = error, clock.monotonic() + AGAIN\n",
+                "        pass\n",
+            ),
+        ),
+        test="test_quorum.py::test_majority_that_is_stopped_costs_one_timeout_and_then_nothing",
+    ),
+    Mutant(
+        "a forked child asks lock servers by its parent's connections",
+        (("quorum.py", "        if self._pid != os.getpid():\n            self._renew()\n", ""),),
+        test="test_quorum.py::test_forked_child_has_connections_of_its_own",
+    ),
+    Mutant(
+        "a job that waits for a lock runs without one",
+        (("runner.py", "owner, place, locks=not unreachable)", "owner, place, locks=True)"),),
+        test="test_on_redis_error.py::test_job_that_waits_is_set_aside_and_runs_once_locks_can_be_"
+        "had_again",
+    ),
+    Mutant(
+        "a message goes round while no lock can be had",
+        (("asides.py", "return refusal.mark != lifecycle.NO_LOCKS and ", "return "),),
+        test="test_on_redis_error.py::test_job_that_waits_is_set_aside_and_runs_once_locks_can_be_"
+        "had_again",
+    ),
+    Mutant(
+        "a batch of jobs that wait for locks runs without",
+        (("batches/members.py", "        and not (without and job.options.needs_lock)\n", ""),),
+        test="test_on_redis_error.py::test_batch_is_set_aside_as_a_whole",
+    ),
+    Mutant(
+        "a call is accepted although its job refuses it without a lock",
+        (("client.py", "return locks.why_unreachable() if asks else", 'return "" if asks else'),),
+        test="test_on_redis_error.py::test_call_is_refused_in_words_and_makes_no_row",
+    ),
+    Mutant(
+        "a lock that was taken in vain stays",
+        (
+            ("runner.py", "    if not options.takes_lock:\n", "    if False:\n"),
+            (
+                "batches/members.py",
+                "    locks.release_many([(c.job_pk, c.owner) for c in free",
+                "    locks.release_many([(c.job_pk, c.owner) for c in free[:0]",
+            ),
+        ),
+        test="test_optimistic.py::test_message_that_describes_itself_otherwise_runs_once_and_leaves_"
+        "no_lock",
+    ),
+    Mutant(
+        "beats renew a lock that nobody has taken",
+        (("heartbeat.py", "        if not self.has_lock:\n            return\n", ""),),
+        test="test_optimistic.py::test_worker_and_its_parent_ask_nothing_about_the_lock_of_a_long_"
+        "run",
     ),
 ]

@@ -8,6 +8,7 @@ smaller, adds it to corpus.json, and exits with 1. ``--show SEED`` prints the tr
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections import Counter
@@ -26,8 +27,10 @@ def main() -> int:
         "--keep", metavar="FILE", help="with --stop: make it smaller, keep it there"
     )
     parser.add_argument("--digests", action="store_true", help="print each run's hash")
+    parser.add_argument("--locks", choices=("one", "quorum", "none"), default="one")
     parser.add_argument("--show", type=int, metavar="SEED")
     options = parser.parse_args()
+    os.environ["SIMULATION_LOCKS"] = options.locks
     if options.show is not None:
         prepare()
         return _show(options.show)

@@ -40,7 +40,9 @@ def _make_tables() -> None:
 def _warm_up() -> None:
     """Let the clients load their scripts and ask for the server's version."""
     from dedupjobs import counters, dispatch, locks, stats
+    from tests.simulation.lock_servers import SimulatedQuorum
 
+    locks.Quorum = SimulatedQuorum  # type: ignore[misc,assignment]
     dispatch._producer("default").queue.get_redis_server_version()
     locks.acquire(1, "nobody", ttl=1)
     locks.extend(1, "nobody", ttl=1)

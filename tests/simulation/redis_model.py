@@ -320,6 +320,10 @@ class Store:
             for text, name in (
                 (stats._DELETE_IF, "_lock_release"),
                 (locks.TAKE, "_lock_take"),
+                (locks.TAKE_MANY, "_locks_take"),
+                (locks.REPLACE_MANY, "_locks_replace"),
+                (locks.EXTEND_MANY, "_locks_extend"),
+                (locks.RELEASE_MANY, "_locks_release"),
                 (counters.ADD, "_count"),
             )
         }
@@ -338,6 +342,32 @@ class Store:
         if not got:
             self._set(db, mark, b"", b"NX", b"PX", longest)
         return [int(bool(got)), self._pttl(db, mark)]
+
+    def _locks_take(self, db: int, keys: tuple[bytes, ...], args: tuple[bytes, ...]) -> list[Any]:
+        life, longest, *tokens = args
+        pairs = zip(keys[::2], keys[1::2], tokens, strict=True)
+        return [self._lock_take(db, (lock, mark), (t, life, longest)) for lock, mark, t in pairs]
+
+    def _locks_replace(
+        self, db: int, keys: tuple[bytes, ...], args: tuple[bytes, ...]
+    ) -> list[Any]:
+        for lock, token in zip(keys[::2], args[1:], strict=True):
+            self._set(db, lock, token, b"PX", args[0])
+        return [1] * len(args[1:])
+
+    def _locks_extend(self, db: int, keys: tuple[bytes, ...], args: tuple[bytes, ...]) -> list[Any]:
+        pairs = zip(keys[::2], args[1:], strict=True)
+        return [
+            self._pexpire(db, lock, args[0]) if self._get(db, lock) == token else 0
+            for lock, token in pairs
+        ]
+
+    def _locks_release(
+        self, db: int, keys: tuple[bytes, ...], args: tuple[bytes, ...]
+    ) -> list[Any]:
+        self._del(db, *keys[1::2])
+        pairs = zip(keys[::2], args, strict=True)
+        return [self._lock_release(db, (lock,), (token,)) for lock, token in pairs]
 
     def _count(self, db: int, keys: tuple[bytes, ...], args: tuple[bytes, ...]) -> int:
         life, since, *pairs = args

@@ -6,6 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from tests.simulation.lock_servers import ALIASES, FIRST
 from tests.simulation.redis_connection import HOST, SimulatedConnection, pool
 
 SECRET_KEY = "not a secret"
@@ -37,14 +38,16 @@ DATABASES = {
     }
 }
 
+LOCKS = os.environ.get("SIMULATION_LOCKS", "one")  # "one" server, a "quorum", "none"
 CACHES = {
-    "default": {
+    alias: {
         "BACKEND": "django_redis.cache.RedisCache",
-        "LOCATION": f"redis://{HOST}:6379/1",
+        "LOCATION": f"redis://{HOST}:6379/{database}",
         "OPTIONS": {
             "CONNECTION_POOL_KWARGS": {"connection_class": SimulatedConnection, "protocol": 2}
         },
     }
+    for database, alias in ((1, "default"), *enumerate(ALIASES, FIRST))
 }
 RQ_QUEUES = {
     "default": {
@@ -62,6 +65,11 @@ DEDUPJOBS = {
     "PRUNE_EVERY": 2,
     "STATUS_CACHE": None,  # tests of its own order its readers; see tests/test_cache_stress.py
     "BATCH": 2,  # so that few rows are several pages
-    "DEFAULTS": {"lease": 6, "timeout": None},
+    "LOCK_CACHE": ALIASES if LOCKS == "quorum" else "default",
+    "DEFAULTS": {
+        "lease": 6,
+        "timeout": None,
+        "concurrency_control": "optimistic" if LOCKS == "none" else "pessimistic",
+    },
 }
 LOGGING_CONFIG = None

@@ -167,6 +167,18 @@ def _raise() -> None:
     raise ValueError("in the child")
 
 
+@job(key="{tag}", unique_for=FOREVER, concurrency_control="optimistic", **OPTIONS)
+def free(*, tag: str) -> None:
+    """Take no lock."""
+    outside(tag)
+
+
+@job(key="{tag}", unique_for=FOREVER, on_redis_error="wait", **OPTIONS)
+def patient(*, tag: str) -> None:
+    """Not run while no lock can be had."""
+    outside(tag)
+
+
 @job(key="{tag}", unique_for=FOREVER, **OPTIONS)
 def silent(*, tag: str) -> None:
     """Do nothing."""
