@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from django.db import OperationalError, connection, transaction
 
-from dedupjobs import batches, dispatch, interrupts, lifecycle, locks, operations, probes
-from dedupjobs.batches import course, shared
+from dedupjobs import batches, clock, dispatch, interrupts, lifecycle, locks, operations, probes
+from dedupjobs.batches import course, desk, shared
 from dedupjobs.clock import DbNow
 from dedupjobs.exceptions import ArgumentError, Cancel, JobDefinitionError, Snooze
 from dedupjobs.models import AttemptOutcome, JobAttempt, ProcessedJob, Status
@@ -267,6 +268,30 @@ def test_lease_of_which_half_is_over_is_renewed_before_the_next_start(acts: Any)
         held.set()
     assert ages[0] < 1.5
     assert outcomes(rows) == [[SUCCEEDED]] * 2
+
+
+@pytest.mark.parametrize("kind", ["each", "group"])
+def test_success_that_comes_while_others_are_taken_to_be_written_is_not_lost(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desks: list[desk.Desk] = []
+
+    class Seen(desk.Desk):
+        def __init__(self, chorus: Any) -> None:
+            super().__init__(chorus)
+            desks.append(self)
+
+    def flush_first() -> float:
+        if threading.current_thread() is threading.main_thread():
+            desks[-1]._flush()
+        return clock.monotonic()
+
+    monkeypatch.setattr(course, "Desk", Seen)
+    monkeypatch.setattr(desk, "clock", SimpleNamespace(monotonic=flush_first, start=clock.start))
+    rows = enqueued(kind, 3)
+    run(rows)
+    assert statuses(rows) == [Status.SUCCEEDED] * 3
+    assert live.locks_left() == []
 
 
 def test_success_of_a_group_waits_a_moment_only_while_a_slow_job_runs(acts: Any) -> None:

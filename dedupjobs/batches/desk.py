@@ -83,17 +83,17 @@ class Desk:
 
     def take_unwritten(self, ran: Ran) -> None:
         """Take a success that may wait to be written."""
-        self._take(self._unwritten, ran)
+        self._take(ran, written=False)
 
     def take_written(self, ran: Ran) -> None:
         """Take what has only to be told, and its lock to be released."""
         self.chorus.leave(ran.member.heart)
-        self._take(self._written, ran)
+        self._take(ran, written=True)
 
-    def _take(self, pile: list[Ran], ran: Ran) -> None:
+    def _take(self, ran: Ran, *, written: bool) -> None:
         now = clock.monotonic()
-        with self._guard:
-            pile.append(ran)
+        with self._guard:  # a pile that was looked up before may just have been taken away
+            (self._written if written else self._unwritten).append(ran)
             if self._due == math.inf:
                 self._due = now + GATHERED
                 if self._join is None:
