@@ -184,10 +184,10 @@ def test_cache_whose_sentinels_are_asked_for_long_is_w014() -> None:
         ("redis://jobs/1", False),
     ],
 )
-def test_cache_that_writes_to_a_replica_is_e030(location: Any, wrong: bool) -> None:
+def test_cache_that_writes_to_a_replica_is_e032(location: Any, wrong: bool) -> None:
     cache = {**settings.CACHES["default"], "LOCATION": location}
     with override_settings(CACHES={"default": settings.CACHES["default"], "watched": cache}):
-        assert ("dedupjobs.E030" in found()) is wrong
+        assert ("dedupjobs.E032" in found()) is wrong
 
 
 # ---- jobs and queues
@@ -523,7 +523,7 @@ def test_redis_that_does_not_answer_is_w006_at_deploy_only() -> None:
 def test_handler_of_a_consumer_that_nobody_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handlers, "_handlers", {})
     events.register()
-    message = only("dedupjobs.E032")
+    message = only("dedupjobs.E030")
     assert "takes 'order.*' for consumer 'audit', which INBOX['CONSUMERS'] lacks" in message.msg
 
 
