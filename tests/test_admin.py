@@ -31,7 +31,9 @@ from dedupjobs.models import (
     ProcessedJob,
     Status,
 )
+from tests import live
 from tests.admin_rows import address, expired, make, try_of
+from tests.servers import Valkey
 
 pytestmark = pytest.mark.django_db
 
@@ -369,7 +371,12 @@ def test_order_is_kept_until_it_is_given_up(admin_client: Client) -> None:
     assert keys() == ["2", "1", "0"]
 
 
-def test_locks_are_those_of_the_rows(admin_client: Client, redis_client: redis.Redis) -> None:
+def test_locks_are_those_of_the_rows(admin_client: Client) -> None:
+    with Valkey() as server, live.changed(**live.redis_at(server.url)), server.client() as client:
+        _locks_are_those_of_the_rows(admin_client, client)
+
+
+def _locks_are_those_of_the_rows(admin_client: Client, redis_client: redis.Redis) -> None:
     running, bare, dead = make(Status.RUNNING), make(Status.RUNNING), make(Status.DEAD)
     make(Status.SUCCEEDED)
     locks.acquire(running.pk, JobAttempt.objects.get(job=running).owner, ttl=60)
