@@ -81,9 +81,9 @@ def test_message_of_a_consumer_that_is_killed_in_its_handler_is_applied_by_anoth
     spawn: Spawn, tmp_path: Path
 ) -> None:
     begun, release = tmp_path / "begun", tmp_path / "release"
-    first = start(spawn, *CONSUME)
     outbox.publish("order.paid", {"begun": str(begun), "release": str(release)})
-    outlet.relayed()
+    outlet.relayed()  # before: on SQLite nobody else writes while a handler is at work
+    first = start(spawn, *CONSUME)
     until(begun.exists, PATIENCE, what="the handler is at work")
     first.signal(signal.SIGKILL)
     first.wait(PATIENCE)
@@ -96,10 +96,10 @@ def test_message_of_a_consumer_that_is_killed_in_its_handler_is_applied_by_anoth
 
 def test_consumer_that_is_told_to_end_lets_its_message_end(spawn: Spawn, tmp_path: Path) -> None:
     begun, release = tmp_path / "begun", tmp_path / "release"
-    consumer = start(spawn, *CONSUME)
     outbox.publish("order.paid", {"begun": str(begun), "release": str(release)})
     outbox.publish("order.paid", "next")
     outlet.relayed()
+    consumer = start(spawn, *CONSUME)
     until(begun.exists, PATIENCE, what="the handler is at work")
     consumer.signal(signal.SIGTERM)
     release.touch()

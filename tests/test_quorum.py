@@ -330,11 +330,15 @@ def test_slow_minority_keeps_nobody_waiting_and_has_its_vote(three: Servers) -> 
 
 @pytest.mark.large
 def test_connection_that_was_cut_while_nobody_used_it_is_made_anew(three: Servers) -> None:
-    locks.acquire(1, "opens the connections", ttl=30)
+    def idle() -> list[Any]:
+        locks.acquire(1, "opens the connections", ttl=30)
+        return [line for server in quorum().servers for line in server._idle]
+
+    comes("all are connected to", lambda: len(idle()) == 3)
+    lines = idle()
     for proxy in three.proxies:
         proxy.reset()
-    lines = [line for server in quorum().servers for line in server._idle]
-    comes("the resets arrive", lambda: len(lines) == 3 and not any(li.is_fit() for li in lines))
+    comes("the resets arrive", lambda: not any(line.is_fit() for line in lines))
     assert locks.acquire(2, "me", ttl=30) is Grip.HELD
     assert not troubles()
 
