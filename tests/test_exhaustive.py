@@ -44,6 +44,7 @@ def test_lifecycle_answers_and_leaves_what_the_model_does_in_every_state(kind: C
 
 
 @pytest.mark.django_db
+@pytest.mark.usefixtures("step_by_step")
 @pytest.mark.parametrize("kind", KINDS[1:3], ids=lambda kind: kind.policy)
 def test_call_with_an_arrow_between_its_read_and_its_write_does_as_if_it_came_after(
     kind: Config,
