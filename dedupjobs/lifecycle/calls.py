@@ -28,7 +28,7 @@ from dedupjobs.lifecycle.rows import (
     jobs,
 )
 from dedupjobs.lifecycle.sending import new_dispatch_id
-from dedupjobs.lifecycle.statements import Select, Slot, can_return_updated, insert
+from dedupjobs.lifecycle.statements import NOW, Select, Slot, can_return_updated, insert
 from dedupjobs.models import ACTIVE, Kind, ProcessedJob, Status
 from dedupjobs.registry import Call, Options
 
@@ -257,7 +257,7 @@ def _new_row(call: Call, options: Options, dispatch_id: str) -> dict[str, Any]:
         "key_hash": call.key_hash,
         "key": call.key,
         "scope": call.scope,
-        "created_at": DbNow(),
+        "created_at": NOW,
         **_payload(call, options, dispatch_id),
     }
 
@@ -337,12 +337,12 @@ def _payload(call: Call, options: Options, dispatch_id: str) -> dict[str, Any]:
         "args": call.args,
         "fingerprint": call.fingerprint,
         "traceparent": call.traceparent,
-        "enqueued_at": DbNow(),
-        "run_after": delay if isinstance(delay, datetime) else DbNow(delay),
+        "enqueued_at": NOW,
+        "run_after": delay if isinstance(delay, datetime) else DbNow(delay) if delay else NOW,
         "debounce_deadline": DbNow(options.max_wait) if options.max_wait else None,
         # A run that is not due yet has no message: the coordinator hands it over in time.
         "dispatch_id": dispatch_id,
-        "dispatched_at": None if _is_later(delay) else DbNow(),
+        "dispatched_at": None if _is_later(delay) else NOW,
     }
 
 
