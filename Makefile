@@ -13,9 +13,10 @@ MINUTES ?=
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest -n 2
+BATCHES := tests/test_batches.py tests/test_threads.py tests/test_batch_kills.py tests/test_enqueue_many.py
 APART := $(patsubst %,--ignore=tests/%,simulation mutants faults browser)
 
-.PHONY: help demo test browser simulate mutants verify mariadb matrix faults campaign growth exhaustive check lint types layers migrations format bench profile bench-observe bench-admin bench-growth bench-faults docs reference package clean
+.PHONY: help demo test browser simulate mutants verify mariadb batches matrix faults campaign growth exhaustive check lint types layers migrations format bench profile bench-observe bench-admin bench-growth bench-faults docs reference package clean
 
 help: ## List these commands
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +41,10 @@ mariadb: $(VENV)/.test ## Run suite and proofs on MariaDB, which the machine mus
 verify: $(VENV)/.test ## Run the larger tests: model against code, fences, a moving clock, long stories
 	DEDUPJOBS_TEST_DB=sqlite $(PYTEST) -m large $(APART) $(ARGS)
 	DEDUPJOBS_TEST_DB=postgresql $(PYTEST) -m large $(APART) $(ARGS)
+
+batches: $(VENV)/.test ## Run what batches and threads must pass, kills at each probe among it
+	for database in sqlite postgresql; do DEDUPJOBS_TEST_DB=$$database $(PYTEST) $(BATCHES) $(ARGS) \
+	  || exit 1; done
 
 matrix: $(VENV)/.test ## Run the suite on every Python, Django, database and Redis that is here; ARGS=--ci: few
 	$(BIN)/python -m tests.matrix $(if $(ARGS),$(ARGS),--write docs/matrix.md)
