@@ -25,6 +25,7 @@ from django.core.cache import caches
 from django.db import close_old_connections
 from django_redis import get_redis_connection
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
 
 from dedupjobs import cache, clock, conf, controls, registry, seal, signals, wire
 from dedupjobs.cache import Stamp
@@ -140,14 +141,11 @@ class News:
         taken = _owed.take(self.changes)
         self.changes = taken[:PAGE]
         _owed.keep(taken[PAGE:])
-        if len(self.changes) > 1 and not _slots.are_several:
-            _add_together(pipe, self.changes)
-        else:
-            _add_to(pipe, self.changes)
+        _add_to(pipe, self.changes)
 
     def left_behind(self, error: BaseException) -> None:
         """Tell it with the next change: it is never wrong to tell it again."""
-        _slots.are_several = _slots.are_several or "CROSSSLOT" in str(error)
+        _slots.note(error)
         _owed.keep(self.changes)
 
     def send(self) -> None:
@@ -161,6 +159,12 @@ class _Slots:
     """Whether the server has refused a script about several keys, as a cluster does."""
 
     are_several: bool = False
+
+    def note(self, error: BaseException) -> bool:
+        """Whether that is what this error says."""
+        refuses = "CROSSSLOT" in str(error)
+        self.are_several = self.are_several or refuses
+        return refuses
 
 
 _slots = _Slots()
@@ -204,8 +208,13 @@ def _patiently() -> AbstractContextManager[None]:
 def _send(changes: Sequence[Change]) -> Reached:
     try:
         replies = _pipeline(changes).execute()
-    except RedisConnectionError:  # a restart has cut an idle connection
+    except (RedisConnectionError, ResponseError) as error:
+        # A restart has cut an idle connection, or a cluster has refused to take all together.
+        if isinstance(error, ResponseError) and not _slots.note(error):
+            raise
         replies = _pipeline(changes).execute()
+    if isinstance(replies[0], list):
+        (replies,) = replies
     return Reached(entries=sum(replies[0::2]), listeners=max(replies[1::2], default=0))
 
 
@@ -216,6 +225,10 @@ def _pipeline(changes: Sequence[Change]) -> Any:
 
 
 def _add_to(pipe: Any, changes: Sequence[Change]) -> None:
+    """Add commands whose replies are, in turns, entries that were dropped and listeners."""
+    if len(changes) > 1 and not _slots.are_several:
+        _add_together(pipe, changes)
+        return
     for change in changes:
         stamp = str(Stamp(change.job_pk, change.version))
         pipe.eval(cache.DROP, 1, cache.entry_key(change.key_hash), stamp)
@@ -223,22 +236,23 @@ def _add_to(pipe: Any, changes: Sequence[Change]) -> None:
 
 
 # KEYS: entries. ARGV[1]: the channel; then a stamp per entry; then a message per entry.
+# Returns how many entries were dropped, and how many listeners heard of it.
 TELL_MANY = """
-local number = #KEYS
+local number, dropped, heard = #KEYS, 0, 0
 for i = 1, number do
     local stamp, there = ARGV[1 + i], redis.call('get', KEYS[i])
     if there and not (string.sub(there, 1, 2) == '1|'
             and string.sub(there, 3, 2 + #stamp) >= stamp) then
-        redis.call('del', KEYS[i])
+        dropped = dropped + redis.call('del', KEYS[i])
     end
-    redis.call('publish', ARGV[1], ARGV[1 + number + i])
+    heard = math.max(heard, redis.call('publish', ARGV[1], ARGV[1 + number + i]))
 end
-return number
+return {dropped, heard}
 """
 
 
 def _add_together(pipe: Any, changes: Sequence[Change]) -> None:
-    """As ``_add_to``, but as one command, for a third of the time that the single ones take."""
+    """As one command, for a third of the time that the single ones take."""
     entries = [cache.entry_key(change.key_hash) for change in changes]
     stamps = [str(Stamp(change.job_pk, change.version)) for change in changes]
     messages = [encode(change) for change in changes]

@@ -12,6 +12,7 @@ from django.db.models.functions import Coalesce
 from dedupjobs import registry
 from dedupjobs.clock import DbNow
 from dedupjobs.lifecycle.rows import NO_RERUN, Change, alias, attempts, jobs, skip_locked, steps
+from dedupjobs.lifecycle.statements import among
 from dedupjobs.models import FINAL, ProcessedJob, Status
 
 
@@ -108,23 +109,25 @@ def _hollow(pks: list[int]) -> int:
     """Leave of final rows that are locked what answers for their keys."""
     if not pks:
         return 0
-    attempts().filter(job_id__in=pks).delete()
-    steps().filter(job_id__in=pks).delete()
-    return jobs().filter(pk__in=pks, status__in=FINAL).update(**HOLLOW)
+    of_these = among(pks)
+    attempts().filter(job_id__in=of_these).delete()
+    steps().filter(job_id__in=of_these).delete()
+    return jobs().filter(pk__in=of_these, status__in=FINAL).update(**HOLLOW)
 
 
 def _delete(pks: list[int]) -> int:
     """Delete final rows that are locked, and what belongs to them, a statement for each table."""
     if not pks:
         return 0
-    rows = jobs().filter(pk__in=pks, status__in=FINAL)
+    of_these = among(pks)
+    rows = jobs().filter(pk__in=of_these, status__in=FINAL)
     related = ProcessedJob._meta.related_objects
     if any(r.related_model._meta.app_label != ProcessedJob._meta.app_label for r in related):
         _, by_table = rows.delete()  # a project's own tables: as Django does it
         return by_table.get(ProcessedJob._meta.label, 0)
     for relation in related:
         theirs = relation.related_model._base_manager.using(alias())
-        theirs.filter(**{f"{relation.field.name}__in": pks})._raw_delete(alias())
+        theirs.filter(**{f"{relation.field.name}__in": of_these})._raw_delete(alias())
     return rows._raw_delete(alias())
 
 
