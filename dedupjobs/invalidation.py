@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 from django.core.cache import caches
 from django.db import close_old_connections
 from django_redis import get_redis_connection
+from redis.exceptions import ClusterCrossSlotError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ResponseError
 
 from dedupjobs import cache, clock, conf, controls, registry, seal, signals, wire
 from dedupjobs.cache import Stamp
@@ -162,7 +162,7 @@ class _Slots:
 
     def note(self, error: BaseException) -> bool:
         """Whether that is what this error says."""
-        refuses = "CROSSSLOT" in str(error)
+        refuses = isinstance(error, ClusterCrossSlotError)
         self.are_several = self.are_several or refuses
         return refuses
 

@@ -18,8 +18,10 @@ from django.test.utils import override_settings
 
 from dedupjobs import (
     FOREVER,
+    batches,
     clock,
     current_attempt,
+    invalidation,
     job,
     lifecycle,
     locks,
@@ -28,9 +30,9 @@ from dedupjobs import (
     signals,
     stats,
 )
-from dedupjobs.lifecycle import Place
+from dedupjobs.lifecycle import Change, Place
 from dedupjobs.locks import Grip
-from dedupjobs.models import AttemptOutcome, Status
+from dedupjobs.models import AttemptOutcome, ProcessedJob, Status
 from tests import live
 from tests.app import jobs
 from tests.app.jobs import note
@@ -466,6 +468,25 @@ def test_locks_and_the_ledger_work_on_a_redis_that_refuses_keys_of_several_slots
     finally:
         signals.lock_moved.disconnect(hear)
     assert events == ["acquired", "released", "acquired"]
+
+
+@pytest.mark.large
+def test_many_locks_and_many_news_go_to_such_a_redis_one_by_one(cluster: Valkey) -> None:
+    held = [(pk, f"owner {pk}") for pk in range(1, 6)]
+    with live.changed(CACHES=live.redis_at(cluster.url)["CACHES"]):
+        assert {taken.grip for taken in locks.take_many(held, ttl=30).values()} == {Grip.HELD}
+        assert set(locks.extend_many(held, ttl=60).values()) == {Grip.HELD}
+        assert set(locks.replace_many(held, ttl=60).values()) == {Grip.HELD}
+        assert set(locks.release_many(held).values()) == {Grip.HELD}
+        outcomes = jobs.record.enqueue_many([{"tag": f"batch {n}"} for n in range(5)])
+        batches.run([[outcome.job.pk, 1] for outcome in outcomes])
+        assert live.locks_left() == []
+        assert {str(jobs.record.status(tag=f"batch {n}")) for n in range(5)} == {"SUCCEEDED"}
+        rows = ProcessedJob.objects.order_by("pk")
+        changes = [Change.of(row, row.status, version=row.version + 1) for row in rows]
+        assert invalidation.announce(changes).entries == 5
+        assert invalidation.announce(changes).owed == 0
+    assert set(ProcessedJob.objects.values_list("status", flat=True)) == {SUCCEEDED}
 
 
 @pytest.mark.large
