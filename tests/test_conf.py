@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -65,6 +66,15 @@ def test_defaults_have_no_problem() -> None:
         assert list(conf.problems()) == []
 
 
+@pytest.fixture
+def _told_of_a_deletion() -> Iterator[None]:
+    """Django sends no signal when a setting is deleted, nor when it is back."""
+    conf._forget(setting="DEDUPJOBS")
+    yield
+    conf._forget(setting="DEDUPJOBS")
+
+
+@pytest.mark.usefixtures("_told_of_a_deletion")
 def test_missing_setting_means_the_defaults() -> None:
     from django.conf import settings
 

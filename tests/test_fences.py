@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from django.db import transaction
 
 from dedupjobs.exceptions import StaleFence
@@ -89,3 +92,12 @@ def test_writers_at_once_leave_the_newest_ones_value(shelf: Shelf) -> None:
     for first in (1, 11, 21):
         together(*(partial(write, first + n) for n in range(4)))
         assert level() == (first + 3, first + 3)
+
+
+def test_script_that_the_docs_show_refuses_older_tokens(redis_client: redis.Redis) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "steps.md").read_text()
+    (script,) = re.findall(r"```lua\n(.*?)```", page, re.DOTALL)
+    write = redis_client.register_script(script)
+    told = [write(keys=["shelf"], args=[fence, fence * 10]) for fence in (5, 5, 9, 8, 10)]
+    assert told == [1, 1, 1, 0, 1]
+    assert redis_client.hget("shelf", "value") == b"100"

@@ -33,6 +33,7 @@ from dedupjobs import (
     lifecycle,
     operations,
 )
+from dedupjobs.batches import course
 from dedupjobs.clock import DbNow
 from dedupjobs.context import Attempt, entered
 from dedupjobs.exceptions import (
@@ -838,7 +839,10 @@ def in_one_transaction(*, tag: str) -> str:
 
 @pytest.mark.parametrize("specimen", [in_turn, in_group, in_one_transaction], ids=lambda j: j.name)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_steps_work_in_every_kind_of_batch(specimen: Any, threads: int) -> None:
+def test_steps_work_in_every_kind_of_batch(
+    specimen: Any, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(course, "PATIENT", PATIENCE)  # on a busy machine some would go back
     outcomes = specimen.enqueue_many([{"tag": str(n)} for n in range(5)])
     with live.changed(DEDUPJOBS={"THREADS": threads}):
         batches.run([[o.job.pk, o.job.generation] for o in outcomes])
