@@ -7,17 +7,13 @@ nine others, as those of an order would; the target is a Redis stream. The middl
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from benchmarks import rounds, servers
+from benchmarks import rounds
 
 ROUNDS = 3
 PUBLISHED = 1_000  # events of one transaction
@@ -71,20 +67,7 @@ def _seconds(act: Callable[[], object]) -> float:
 
 
 def main(number: str = "20000", database: str = "postgresql") -> None:
-    with (
-        tempfile.TemporaryDirectory(prefix="dedupjobs-bench-") as home,
-        servers.redis_server(Path(home)) as redis_url,
-        servers.database(database, Path(home)) as tables,
-    ):
-        environment = {
-            **os.environ,
-            "DJANGO_SETTINGS_MODULE": "benchmarks.settings",
-            "BENCH_REDIS": redis_url,
-            "BENCH_DATABASE": json.dumps(tables),
-            "BENCH_WORKER": "rq.SimpleWorker",
-        }
-        rounds.python(environment, "-m", "django", "migrate", "--run-syncdb", "--verbosity", "0")
-        print(json.dumps(rounds.measure(environment, "outbox", number), indent=2))
+    rounds.by_itself("outbox", database, number)
 
 
 if __name__ == "__main__":

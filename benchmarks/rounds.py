@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import servers
 from benchmarks.servers import CannotRun
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,3 +135,21 @@ def python(environment: dict[str, str], *arguments: str, patience: float = PATIE
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def by_itself(kind: str, database: str, *arguments: str) -> None:
+    """Measure one kind with servers of its own, and print the figures as JSON."""
+    with (
+        tempfile.TemporaryDirectory(prefix="dedupjobs-bench-") as home,
+        servers.redis_server(Path(home)) as redis_url,
+        servers.database(database, Path(home)) as tables,
+    ):
+        environment = {
+            **os.environ,
+            "DJANGO_SETTINGS_MODULE": "benchmarks.settings",
+            "BENCH_REDIS": redis_url,
+            "BENCH_DATABASE": json.dumps(tables),
+            "BENCH_WORKER": "rq.SimpleWorker",
+        }
+        python(environment, "-m", "django", "migrate", "--run-syncdb", "--verbosity", "0")
+        print(json.dumps(measure(environment, kind, *arguments), indent=2))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import django
@@ -36,6 +35,7 @@ from dedupjobs.models import Watch as LastLook
 from dedupjobs.pressure import Level, Load
 from tests import live
 from tests.app import jobs
+from tests.hook import Hook
 from tests.servers import Valkey
 from tests.waiting import until
 
@@ -461,46 +461,9 @@ def test_coordinator_that_comes_back_tells_that_none_was_there(heard: list[News]
 # ---- told
 
 
-class Hook:
-    """A webhook on a port of its own; ``answers`` are the statuses it gives, the last one again."""
-
-    def __init__(self) -> None:
-        self.got: list[dict[str, Any]] = []
-        self.answers = [200]
-        self.gate = threading.Event()
-        self.gate.set()
-        hook = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                hook.gate.wait(live.PATIENCE)
-                status = hook.answers.pop(0) if len(hook.answers) > 1 else hook.answers[0]
-                hook.got.append(json.loads(body))
-                try:
-                    self.send_response(status)
-                    self.end_headers()
-                except OSError:
-                    pass  # the other side has gone
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/hook?token=x"
-        self.thread = threading.Thread(target=self.server.serve_forever)
-        self.thread.start()
-
-    def close(self) -> None:
-        self.gate.set()
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
-
-
 @pytest.fixture
 def hook() -> Iterator[Hook]:
-    found = Hook()
+    found = Hook("hook?token=x", (200, {}))
     yield found
     found.close()
 
@@ -514,19 +477,19 @@ def test_webhook_gets_each_raise_and_each_clear_once(hook: Hook) -> None:
         mend(row)
         looks(watching, 3)
         assert deliver("webhook") == 1
-    assert [got["event"] for got in hook.got] == ["raised", "cleared"]
-    first = hook.got[0]
+    assert [got["event"] for got in hook.told] == ["raised", "cleared"]
+    first = hook.told[0]
     assert first["kind"] == "dead"
     assert first["subject"] == "testapp.record"
     assert first["severity"] == "warning"
     assert first["words"] == "1 row of testapp.record DEAD."
     assert first["cleared_at"] is None
-    assert hook.got[1]["cleared_at"] > first["raised_at"]
+    assert hook.told[1]["cleared_at"] > first["raised_at"]
     assert not AlertNotice.objects.exists()
 
 
 def test_webhook_that_refuses_is_tried_again_more_and_more_slowly(hook: Hook) -> None:
-    hook.answers = [500, 302, 200]
+    hook.answers = [(status, {}) for status in (500, 302, 200)]
     with told(WEBHOOK=hook.url):
         make_dead()
         looks(Watch())
@@ -534,19 +497,19 @@ def test_webhook_that_refuses_is_tried_again_more_and_more_slowly(hook: Hook) ->
         notice = AlertNotice.objects.get()
         assert (notice.tries, notice.error) == (1, "Refused: it answered 500")
         assert deliver("webhook") == 0, "not before its time"
-        assert len(hook.got) == 1
+        assert len(hook.told) == 1
         for error in ("Refused: it answered 302", ""):
             AlertNotice.objects.update(due_at=DbNow())
             deliver("webhook")
             assert [n.error for n in AlertNotice.objects.all()] == ([error] if error else [])
-    assert len(hook.got) == 3
+    assert len(hook.told) == 3
     assert [couriers.pause(n) for n in (0, 1, 2, 8, 9, 50)] == [1, 2, 4, 256, 300, 300]
 
 
 def test_webhook_that_never_takes_it_is_given_up_and_the_next_notice_goes(
     hook: Hook, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hook.answers = [500]
+    hook.answers = [(500, {})]
     with told(WEBHOOK=hook.url):
         make_dead()
         looks(Watch())
@@ -620,7 +583,7 @@ def test_two_couriers_deliver_a_notice_once(hook: Hook) -> None:
         make_dead()
         looks(Watch())
         both_at_once(lambda _: deliver("webhook"))
-    assert len(hook.got) == 1
+    assert len(hook.told) == 1
 
 
 def test_admins_get_mail_of_each_raise_and_clear() -> None:
@@ -771,7 +734,7 @@ def test_command_tells_that_no_coordinator_is_there(hook: Hook) -> None:
         LastLook.objects.update(at=DbNow(-25))
         assert command("--tell")[0] == 2
         assert command("--tell")[0] == 2
-    assert [got["kind"] for got in hook.got] == ["no_coordinator"], "once"
+    assert [got["kind"] for got in hook.told] == ["no_coordinator"], "once"
 
 
 # ---- what stretches by the pressure
@@ -850,7 +813,7 @@ def test_webhook_that_hangs_delays_neither_a_tick_nor_a_look(hook: Hook) -> None
                 live.PATIENCE,
                 what="the next tick hands over",
             )
-            assert hook.got == []
+            assert hook.told == []
             hook.gate.set()
     assert not [t for t in threading.enumerate() if t.name.startswith("dedupjobs-watch")]
 
@@ -865,10 +828,10 @@ def test_worker_tells_a_webhook_and_one_that_hangs_holds_no_job_up(
     with live.brisk():
         until(lambda: AlertNotice.objects.filter(tries=1).exists(), live.PATIENCE)
         live.wait_for(jobs.record.enqueue(tag="meanwhile"))
-        assert hook.got == []
+        assert hook.told == []
         hook.gate.set()
-        until(lambda: hook.got, live.PATIENCE)
-    assert [(got["event"], got["kind"]) for got in hook.got] == [("raised", "dead")]
+        until(lambda: hook.told, live.PATIENCE)
+    assert [(got["event"], got["kind"]) for got in hook.told] == [("raised", "dead")]
 
 
 @contextmanager

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -23,51 +21,13 @@ from dedupjobs.outbox.relay import Relay
 from tests import outlet
 from tests.app import events
 from tests.app.models import Ledger
+from tests.hook import Hook
 from tests.outlet import relayed, statuses
 from tests.test_event_settings import NEW, OLD, verify
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 urlpatterns = [path("events/", inbox.webhook_view("ledger"))]
-
-
-class Hook:
-    """A web server that notes what is posted, and answers what it is told to."""
-
-    def __init__(self) -> None:
-        self.got: list[tuple[dict[str, str], bytes]] = []
-        self.answers: list[tuple[int, dict[str, str]]] = [(204, {})]
-        self.gate = threading.Event()
-        self.gate.set()
-        hook = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                hook.got.append(({n.lower(): v for n, v in self.headers.items()}, body))
-                hook.gate.wait(20)
-                status, more = hook.answers.pop(0) if len(hook.answers) > 1 else hook.answers[0]
-                try:
-                    self.send_response(status)
-                    for name, value in more.items():
-                        self.send_header(name, value)
-                    self.end_headers()
-                except OSError:
-                    pass  # the other side has gone
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/hook"
-        self.thread = threading.Thread(target=self.server.serve_forever)
-        self.thread.start()
-
-    def close(self) -> None:
-        self.gate.set()
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +38,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def hook() -> Iterator[Hook]:
-    found = Hook()
+    found = Hook("hook", (204, {}))
     yield found
     found.close()
 
