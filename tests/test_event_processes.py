@@ -64,8 +64,9 @@ def test_events_are_applied_once_although_everybody_is_killed_and_redis_is_wiped
             consumer.signal(signal.SIGKILL)
             consumer = start(spawn, *CONSUME)
         if number == 20:
-            with redis.Redis.from_url(settings.CACHE_URL) as client:
-                client.flushall()
+            for url in (settings.RQ_URL, settings.CACHE_URL):  # the server is others', too
+                with redis.Redis.from_url(url) as client:
+                    client.flushdb()
         if number == 30:
             coordinator.signal(signal.SIGKILL)
             coordinator = start(spawn, "dedupjobs_coordinator")

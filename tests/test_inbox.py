@@ -198,7 +198,7 @@ def test_message_that_is_dropped_is_never_applied(stream: redis.Redis) -> None:
     assert marks.drop(InboxMessage.objects.get().pk)
     make_messages_due()
     events.before.clear()
-    stream.flushall()
+    stream.flushdb()
     relayed()
     assert read() == {"duplicate": 1}
     assert ledger() == []
@@ -317,7 +317,7 @@ def test_wiped_redis_loses_no_event_and_applies_none_twice(stream: redis.Redis) 
     published("1", "2")
     read()
     published("3")  # relayed, and not consumed when Redis is wiped
-    stream.flushall()
+    stream.flushdb()
     published("4")
     assert read() == {"duplicate": 2, "applied": 2}
     assert ledger() == ["1", "2", "3", "4"]

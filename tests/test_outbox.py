@@ -362,7 +362,7 @@ def test_events_of_a_wiped_redis_go_out_again_before_anything_new(streaming: red
     for n in range(3):
         outbox.publish("a", n, key="k")
     relayed()
-    streaming.flushall()
+    streaming.flushdb()
     outbox.publish("a", 3, key="k")
     relayed()
     assert sent() == ["0", "1", "2", "3"]
@@ -372,7 +372,7 @@ def test_events_of_a_wiped_redis_go_out_again_before_anything_new(streaming: red
 def test_wiped_redis_is_noticed_although_nothing_new_is_published(streaming: redis.Redis) -> None:
     outbox.publish("a", 0)
     relayed()
-    streaming.flushall()
+    streaming.flushdb()
     relayed()
     assert sent() == ["0"]
 
