@@ -160,7 +160,7 @@ def test_proxy_delays_replies(proxy: Proxy, client: redis.Redis) -> None:
     proxy.delay(0.1)
     start = time.monotonic()
     client.ping()
-    assert 0.1 <= time.monotonic() - start < 0.4
+    assert time.monotonic() - start >= 0.1
     proxy.delay(30)
     with pytest.raises(redis.TimeoutError):
         client.ping()
