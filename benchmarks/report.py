@@ -51,10 +51,11 @@ def summary(
                 **_medians(enqueues[way]),
                 "times_plain": _times(enqueues[way], enqueues[WAYS[0]], "new_per_second"),
                 "times_unique": _times(enqueues[way], enqueues[WAYS[1]], "duplicate_per_second"),
+                "times_done": _times(enqueues[way], enqueues[WAYS[1]], "done_per_second"),
                 "times_mixed": _times(enqueues[way], enqueues[WAYS[1]], "mixed_per_second"),
                 **{
                     f"{what}_{unit}": count if way == "dedupjobs" else 0
-                    for what in ("new", "duplicate")
+                    for what in ("new", "duplicate", "done")
                     for unit, count in counts[what].items()
                 },
                 "rounds": enqueues[way],
@@ -121,6 +122,8 @@ def text(measured: dict[str, Any]) -> str:
         parts += [_table(f"{found['database']}: drain", DRAIN, found["drain"])]
         parts += [_table(f"{found['database']}: batches of 100", BATCHES, found["batches"])]
         parts += [_table(f"{found['database']}: enqueue", ENQUEUE, found["enqueue"])]
+        again = [row for row in found["enqueue"] if "duplicate_per_second" in row]
+        parts += [_table(f"{found['database']}: calls again", AGAIN, again)]
         parts += [_table(f"{found['database']}: enqueue in bulk", IN_BULK, found["bulk"])]
     return "\n\n".join(parts)
 
@@ -186,12 +189,18 @@ ENQUEUE: Columns = {
     "vs Queue.enqueue": _figure("times_plain", 2, "×"),
     "Redis trips": _figure("new_redis_trips", 1),
     "SQL": _figure("new_statements"),
-    "duplicates/s": _figure("duplicate_per_second"),
+}
+AGAIN: Columns = {
+    "waiting/s": _figure("duplicate_per_second"),
     "vs unique=True": _figure("times_unique", 2, "×"),
-    "its Redis trips": _figure("duplicate_redis_trips", 1),
-    "its SQL": _figure("duplicate_statements"),
-    "9 of 10 duplicates/s": _figure("mixed_per_second"),
-    "its ratio": _figure("times_mixed", 2, "×"),
+    "Redis trips": _figure("duplicate_redis_trips", 1),
+    "SQL": _figure("duplicate_statements"),
+    "done/s": _figure("done_per_second"),
+    "its ratio": _figure("times_done", 2, "×"),
+    "its trips": _figure("done_redis_trips", 1),
+    "its SQL": _figure("done_statements"),
+    "9 of 10 waiting, 1 new/s": _figure("mixed_per_second"),
+    "ratio": _figure("times_mixed", 2, "×"),
 }
 
 

@@ -94,6 +94,7 @@ def run(
             environment |= {"BENCH_WORKER": one.worker, "BENCH_THREADS": str(one.threads)}
             count = one.messages or (jobs if one.forks else FAST * jobs)
             drains[one.name].append(measure(environment, "drain", one.dressing, str(count)))
+        environment |= {"BENCH_WORKER": "rq.SimpleWorker", "BENCH_THREADS": "1"}
         for way in WAYS:
             enqueues[way].append(measure(environment, "enqueue", way, str(FAST * jobs)))
         for way in BULK:

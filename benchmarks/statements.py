@@ -33,6 +33,7 @@ def _count_all(number: int) -> dict[str, Count]:
     counts["dedupjobs"] = _count(
         lambda: runner.deliver(row.pk, row.generation, owner=clock.token())
     )
+    counts["done"] = _count(lambda: jobs.deduplicated.enqueue(number))
     return counts
 
 

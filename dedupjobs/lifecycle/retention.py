@@ -31,7 +31,7 @@ class Pruned:
         )
 
 
-OF_A_CHANGE = ("key_hash", "name", "scope", "status", "version", "args")
+OF_A_CHANGE = ("pk", "key_hash", "name", "scope", "status", "version", "args")
 
 # A tombstone's end moves to where an active row has its due time, out of the index that is swept
 # for rows out of retention: else each sweep would pass over all tombstones.
@@ -100,8 +100,8 @@ def _oldest(by_status: list[QuerySet[ProcessedJob]], limit: int) -> list[Any]:
     found: list[Any] = []
     for rows in by_status:
         if (room := limit - len(found)) > 0:
-            oldest = rows.only(*OF_A_CHANGE).order_by("finished_at", "unique_until")
-            found += skip_locked(oldest)[:room]
+            oldest = skip_locked(rows.order_by("finished_at", "unique_until"))
+            found += oldest.values_list(*OF_A_CHANGE, *rows.query.annotations, named=True)[:room]
     return found
 
 
