@@ -125,16 +125,29 @@ def read(key_hash: str, *, holds: bool, bypassed: bool = False) -> Known | None:
             counts["redis"] += 1
             return _l1.put(reading, found, conf.get().L1_TTL)
         counts["missed"] += 1
-        lease = _take_lease(key_hash)
-        probes.reach("cache.leased")
-        known, left = _from_database(key_hash, holds)
-        probes.reach("cache.loaded")
-        if known is None:
-            _l1.forget(key_hash)
-            return None
-        if known.holds:
-            _fill(key_hash, lease, known, left)
-        return _l1.put(reading, known, _shorter(conf.get().L1_TTL, left if known.holds else None))
+        return _load(reading, holds, _take_lease(key_hash))
+
+
+def bring(key_hash: str) -> None:
+    """Read a success for all from the database, unless it is there or somebody is at it."""
+    if _l1.get(key_hash) is not None:
+        return
+    with _l1.reading(key_hash) as reading:
+        if lease := _take_lease(key_hash):
+            _load(reading, True, lease)
+
+
+def _load(reading: _Reading, holds: bool, lease: str) -> Known | None:
+    key_hash = reading.key_hash
+    probes.reach("cache.leased")
+    known, left = _from_database(key_hash, holds)
+    probes.reach("cache.loaded")
+    if known is None:
+        _l1.forget(key_hash)
+        return None
+    if known.holds:
+        _fill(key_hash, lease, known, left)
+    return _l1.put(reading, known, _shorter(conf.get().L1_TTL, left if known.holds else None))
 
 
 def success(key_hash: str) -> Known | None:

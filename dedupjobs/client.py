@@ -403,7 +403,7 @@ def _remember(answer: Answer) -> None:
     key_hash = answer.row.key_hash
 
     def bring() -> None:
-        cache.read(key_hash, holds=True)
+        cache.bring(key_hash)
 
     transaction.on_commit(bring, using=lifecycle.alias(), robust=True)
 

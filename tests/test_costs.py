@@ -13,7 +13,7 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from redis.connection import AbstractConnection
 
-from dedupjobs import batches, cache, clock, runner, stats
+from dedupjobs import FOREVER, batches, cache, clock, job, runner, stats
 from dedupjobs.models import Kind, ProcessedJob, Status
 from dedupjobs.testing import run_pending
 from tests import live
@@ -23,6 +23,11 @@ from tests.servers import Valkey
 pytestmark = pytest.mark.django_db(transaction=True)
 
 PATIENT = {"PUSH_TIMEOUT": 10, "LOCK_TIMEOUT": 10, "LISTEN": "never"}
+
+
+@job(key="noted:{tag}", unique_for=FOREVER, on_mismatch="ignore")
+def noted(*, tag: str, more: int) -> None:
+    """Do nothing."""
 
 
 @pytest.fixture
@@ -169,6 +174,36 @@ def test_duplicate_that_the_cache_knows_costs_one_round_trip_and_no_statement(
 
     costs = cheapest(call)
     assert (costs.statements, costs.trips) == ([], 1)
+
+
+def test_first_duplicate_of_a_success_brings_it_to_the_cache_in_two_more_round_trips(
+    server: redis.Redis,
+) -> None:
+    tags = [clock.token() for _ in range(20)]
+    for tag in tags:
+        jobs.record.enqueue(tag=tag)
+    run_pending()
+    left = iter(tags)
+    costs = cheapest(lambda: jobs.record.enqueue(tag=next(left)))
+    assert costs.statements == ["WITH" if connection.vendor == "postgresql" else "SELECT", "SELECT"]
+    assert costs.trips == 3  # the cache is asked, a lease is taken, the row is filled in
+
+
+def test_duplicate_that_only_the_database_can_answer_is_not_read_again(
+    server: redis.Redis,
+) -> None:
+    for more in (1, 1, 2):
+        noted.enqueue(tag="a", more=more)
+        run_pending()
+    known = cheapest(lambda: noted.enqueue(tag="a", more=2))
+    assert (len(known.statements), known.trips) == (1, 0)
+
+    def call() -> None:
+        cache._forget_l1()
+        noted.enqueue(tag="a", more=2)
+
+    unknown = cheapest(call)
+    assert (len(unknown.statements), unknown.trips) == (1, 1)
 
 
 def test_duplicate_that_this_process_knows_costs_nothing(server: redis.Redis) -> None:
