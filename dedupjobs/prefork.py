@@ -17,7 +17,7 @@ from importlib import import_module
 from django.core.cache import caches
 from django.db import connections
 
-from dedupjobs import conf, dispatch, hardening, lifecycle, locks
+from dedupjobs import conf, controls, dispatch, hardening, lifecycle, locks
 
 STOCK_WORKERS = ("django_rq.management.commands.rqworker", "rq.cli")
 """What is imported where this process is an RQ worker; whether it forks is not known."""
@@ -49,5 +49,6 @@ def get_ready() -> None:
         vendors = {connection.vendor for connection in connections.all()}  # imports the drivers
         if "mysql" not in vendors:  # which has to be asked for its version first
             lifecycle.get_ready()
+            controls.get_ready()
     gc.collect()
     gc.freeze()

@@ -323,9 +323,16 @@ class Select:
 
     def first(self, alias: str, **slots: Any) -> Any:
         """Return the first row as an instance of the model, or None."""
-        statement = compiled((self.model, self.name), alias, self.compile)
-        values = statement.row(alias, slots)
+        values = self.compiled(alias).row(alias, slots)
         return None if values is None else instance(self.model, alias, values)
+
+    def rows(self, alias: str, **slots: Any) -> list[dict[str, Any]]:
+        """Return all rows by their columns' names."""
+        return self.compiled(alias).rows(alias, slots)
+
+    def compiled(self, alias: str) -> Statement:
+        """Return its statement on this alias; asks the database nothing."""
+        return compiled((self.model, self.name), alias, self.compile)
 
     def compile(self, connection: Any) -> Statement:
         """Compile it for a connection."""
