@@ -22,7 +22,17 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, connections
 from django.db.migrations.executor import MigrationExecutor
 
-from dedupjobs import census, clock, conf, coordinator, counters, dispatch, lifecycle, registry
+from dedupjobs import (
+    census,
+    clock,
+    conf,
+    coordinator,
+    counters,
+    dispatch,
+    lifecycle,
+    registry,
+    traffic,
+)
 from dedupjobs.alerts import book
 from dedupjobs.clock import DbNow
 from dedupjobs.exceptions import UnknownQueue
@@ -388,6 +398,26 @@ def _workers() -> Findings:
         )
 
 
+def _events() -> Findings:
+    told, now = conf.alerts(), lifecycle.database_now()
+    for seen in traffic.outgoing():
+        age = (now - seen.oldest).total_seconds() if seen.oldest else 0.0
+        words = f"{seen.due} event(s) wait for target {seen.target}"
+        words += f", the oldest for {age:.0f} s" if seen.oldest else ""
+        words += f"; {seen.dead} DEAD" if seen.dead else ""
+        bad = age >= told.OUTBOX_LATE or seen.dead >= told.OUTBOX_DEAD
+        yield _of_events(words, "manage.py dedupjobs_outbox status" if bad else "")
+    for taken in traffic.incoming():
+        words = f"{taken.due} message(s) of consumer {taken.consumer} wait"
+        words += f"; {taken.held} HELD" if taken.held else ""
+        bad = taken.held >= told.INBOX_HELD
+        yield _of_events(words, "See why in the admin's list of events received." if bad else "")
+
+
+def _of_events(words: str, cure: str) -> Finding:
+    return Finding(about="events", level=WARNING if cure else OK, words=words, cure=cure)
+
+
 _LOOKS: tuple[tuple[str, Callable[[], Findings]], ...] = (
     ("checks", _checks),
     ("versions", _versions),
@@ -400,5 +430,6 @@ _LOOKS: tuple[tuple[str, Callable[[], Findings]], ...] = (
     ("clocks", _clocks),
     ("coordinator", _coordinator),
     ("workers", _workers),
+    ("events", _events),
     ("alerts", _alerts),
 )

@@ -41,17 +41,22 @@ class Incoming:
     behind: int
     held: int
 
+    @property
+    def due(self) -> int:
+        """All that is still to be applied."""
+        return self.retrying + self.behind
 
-def outgoing() -> list[Outgoing]:
+
+def outgoing(*, most: int = MOST_NAMES) -> list[Outgoing]:
     """Look at all targets: those of the settings, and those that have rows."""
-    stored = lifecycle.values_of("target", most=MOST_NAMES, model=OutboxEvent)
-    return [_outgoing(name) for name in sorted({*conf.outbox().targets, *stored})]
+    stored = lifecycle.values_of("target", most=most, model=OutboxEvent)
+    return [_outgoing(name) for name in sorted({*conf.outbox().targets, *stored})[:most]]
 
 
-def incoming() -> list[Incoming]:
+def incoming(*, most: int = MOST_NAMES) -> list[Incoming]:
     """Look at all consumers: those of the settings, and those that have messages."""
-    stored = lifecycle.values_of("consumer", most=MOST_NAMES, model=InboxMessage)
-    return [_incoming(name) for name in sorted({*conf.inbox().consumers, *stored})]
+    stored = lifecycle.values_of("consumer", most=most, model=InboxMessage)
+    return [_incoming(name) for name in sorted({*conf.inbox().consumers, *stored})[:most]]
 
 
 def _outgoing(name: str) -> Outgoing:

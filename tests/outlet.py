@@ -88,3 +88,28 @@ def bell_is_rung() -> bool:
     """Return whether somebody has rung the relay's bell, and nobody has heard it yet."""
     with redis.Redis.from_url(settings.CACHE_URL) as client:
         return bool(client.exists("dedupjobs:{outbox}:bell"))
+
+
+def on_the_way(target: str, status: str = "WAITING", *, age: float = 0.0) -> OutboxEvent:
+    """Make an event that was published ``age`` seconds ago."""
+    return OutboxEvent.objects.create(
+        event_id=f"{target} {status}",
+        name="order.paid",
+        target=target,
+        status=status,
+        payload="{}",
+        published_at=DbNow(-age),
+        due_at=DbNow(),
+    )
+
+
+def taken_in(consumer: str, status: str) -> InboxMessage:
+    """Make a message that a consumer has taken in."""
+    return InboxMessage.objects.create(
+        consumer=consumer,
+        event_id=status,
+        name="order.paid",
+        status=status,
+        received_at=DbNow(),
+        due_at=DbNow(),
+    )

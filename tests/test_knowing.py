@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from dedupjobs.coordinator import Coordinator
 from dedupjobs.diagnosis import FAILURE, OK, WARNING, Finding
 from dedupjobs.management import asked
 from dedupjobs.models import ProcessedJob, Status
-from tests import live
+from tests import live, outlet
 from tests.app import jobs
 from tests.rows import alter_attempt, claimed, expire
 from tests.servers import Valkey
@@ -371,7 +372,7 @@ def test_doctor_finds_nothing_where_all_is_well() -> None:
     assert "→" not in out
     assert set(examined()) == {
         "checks", "versions", "registry", "serializers", "migrations", "indexes", "pools",
-        "redis", "persistence", "clocks", "coordinator", "workers", "alerts",
+        "redis", "persistence", "clocks", "coordinator", "workers", "events", "alerts",
     }  # fmt: skip
 
 
@@ -384,6 +385,28 @@ def test_doctor_misses_the_coordinator_and_the_workers() -> None:
     assert "ERROR  coordinator: a coordinator has left no sign" in out.getvalue()
     assert "ERROR  workers: nobody listens to queue default" in out.getvalue()
     assert "     → manage.py rqworker default" in out.getvalue()
+
+
+def test_doctor_counts_events_that_wait_and_warns_of_those_that_need_a_person() -> None:
+    outlet.on_the_way("late", age=90)
+    outlet.on_the_way("dead", "DEAD")
+    outlet.on_the_way("gone", "DELIVERED")
+    outlet.on_the_way("new")
+    outlet.taken_in("shop", "HELD")
+    outlet.taken_in("mail", "RETRYING")
+    found = {}
+    for finding in examined()["events"]:
+        words, *age = re.split(r"(\d+) s", finding.words.partition(";")[0])
+        found[words, bool(age) and int(age[0]) >= 90] = finding
+    assert {about: finding.level for about, finding in found.items()} == {
+        ("0 event(s) wait for target dead", False): WARNING,
+        ("0 event(s) wait for target gone", False): OK,
+        ("1 event(s) wait for target late, the oldest for ", True): WARNING,
+        ("1 event(s) wait for target new, the oldest for ", False): OK,
+        ("0 message(s) of consumer shop wait", False): WARNING,
+        ("1 message(s) of consumer mail wait", False): OK,
+    }
+    assert all(f.cure for f in found.values() if f.level == WARNING)
 
 
 def test_doctor_as_json_has_code_and_cures() -> None:

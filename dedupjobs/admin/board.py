@@ -1,7 +1,7 @@
 """
-What the dashboard shows: numbers, charts, workers and Redis, and what is wrong.
+What the dashboard shows: numbers, charts, workers, Redis and events, and what is wrong.
 
-The number of queries is fixed, and each is bounded.
+The number of queries is fixed, but for some per target and consumer of events; each is bounded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from dedupjobs import controls, fleet, summaries
+from dedupjobs import controls, fleet, summaries, traffic
 from dedupjobs.admin import period, plans, tiles, troubles
 from dedupjobs.admin.charts import Chart, draw
 from dedupjobs.admin.tiles import Tile
@@ -19,10 +19,12 @@ from dedupjobs.alerts import book
 from dedupjobs.controls import Rule
 from dedupjobs.fleet import Fleet
 from dedupjobs.models import Severity
+from dedupjobs.traffic import Incoming, Outgoing
 
 MOST_JOBS = 10
 MOST_CONTROLS = 50
 MOST_ALERTS = 20
+MOST_NAMES = 10  # targets of events, and consumers
 LEVELS: dict[str, str] = {Severity.CRITICAL: "bad", Severity.WARNING: "warn"}
 
 
@@ -43,6 +45,8 @@ class Board:
     fleet: Fleet
     begun: bool
     controls: tuple[Rule, ...]
+    outgoing: tuple[Outgoing, ...]
+    incoming: tuple[Incoming, ...]
 
 
 def read(name: str) -> Board:
@@ -69,6 +73,8 @@ def read(name: str) -> Board:
         fleet=seen,
         begun=newest is not None or any(now.by_status.values()),
         controls=controls.current(at_most=0.0).rules[:MOST_CONTROLS],
+        outgoing=tuple(traffic.outgoing(most=MOST_NAMES)),
+        incoming=tuple(traffic.incoming(most=MOST_NAMES)),
     )
 
 

@@ -19,7 +19,7 @@ from django.views.decorators.http import require_safe
 from dedupjobs import conf
 from dedupjobs.admin import board, period
 from dedupjobs.admin.plain import ReadOnly
-from dedupjobs.models import ProcessedJob
+from dedupjobs.models import InboxMessage, OutboxEvent, ProcessedJob
 from dedupjobs.story.spoken import moment
 
 SPAN_WORDS = {"hour": _("last hour"), "day": _("last day")}
@@ -52,6 +52,8 @@ class DashboardAdmin(ReadOnly):
             "board": found,
             "settings": conf.get(),
             "jobs_url": reverse(name, current_app=site),
+            "events_url": self._url_for(request, OutboxEvent),
+            "messages_url": self._url_for(request, InboxMessage),
             "span_words": SPAN_WORDS[found.span],
         }
         live = render_to_string("dedupjobs/admin/dashboard_live.html", shown, request=request)
@@ -77,3 +79,11 @@ class DashboardAdmin(ReadOnly):
         response.headers["ETag"] = etag
         response.headers["X-Dedupjobs-At"] = clock
         return response  # type: ignore[no-any-return]
+
+    def _url_for(self, request: HttpRequest, model: Any) -> str:
+        """Return the address of a model's list, or nothing for those who may not see it."""
+        view = get_permission_codename("view", model._meta)
+        if not request.user.has_perm(f"dedupjobs.{view}"):
+            return ""
+        name = f"admin:dedupjobs_{model._meta.model_name}_changelist"
+        return reverse(name, current_app=self.admin_site.name)
