@@ -13,8 +13,9 @@ import pytest
 import redis
 from django.conf import settings
 from django.db import connections
+from django_redis import get_redis_connection
 
-from dedupjobs import batches, clock, counters, dispatch, locks, runner
+from dedupjobs import batches, clock, conf, counters, dispatch, locks, runner
 from dedupjobs.coordinator import Coordinator
 from dedupjobs.exceptions import JobDefinitionError
 from dedupjobs.locks import Grip
@@ -45,14 +46,17 @@ def server() -> Iterator[redis.Redis]:
 
 @contextmanager
 def heard(client: redis.Redis) -> Iterator[list[str]]:
-    """Yield what is asked of a server about row locks, once the block is over."""
+    """Yield what is asked in our database of a server about row locks, once the block is over."""
     asked: list[str] = []
     lines: list[str] = []
+    source: Any = get_redis_connection(conf.get().lock_home)
+    mine = source.connection_pool.connection_kwargs["db"]
     with client.monitor() as monitor:
         yield asked
         client.echo("the end")
-        while "the end" not in (line := str(monitor.next_command()["command"])):
-            lines.append(line)
+        while "the end" not in (line := (seen := monitor.next_command())["command"]):
+            if seen["db"] == mine:  # a server is shared, its databases are not
+                lines.append(line)
     asked += [line for line in lines if "dedupjobs:lock:" in line]
 
 

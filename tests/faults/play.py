@@ -198,7 +198,7 @@ def _kinds(stage: Stage, options: argparse.Namespace) -> list[Kind]:
 
 
 def _probes(stage: Stage, actions: list[str]) -> list[tuple[str, str, str]]:
-    """Return (role, point, action): each action at each point, and some of the rest."""
+    """Return (role, point, action): each action at each point, and some of the others."""
     from tests.faults import arming, points
 
     pairs = points.by_role(stage.worker, stage.house.database, stage.house.locks)
@@ -206,8 +206,9 @@ def _probes(stage: Stage, actions: list[str]) -> list[tuple[str, str, str]]:
     horses = [pair for pair in pairs if pair[0] == "horse"]
     some = stage.rng.sample(horses, min(len(horses), 8))
     found += [(role, point, arming.KILL_ALL) for role, point in some]
-    stops = [pair for pair in pairs if pair[0] != "enqueuer"]
-    found += [(role, point, arming.STOP) for role, point in stage.rng.sample(stops, 3)]
+    for one in sorted({role for role, _ in pairs} - {"enqueuer"}):
+        point = stage.rng.choice([point for role, point in pairs if role == one])
+        found.append((one, point, arming.STOP))
     return found
 
 
