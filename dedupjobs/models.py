@@ -671,7 +671,7 @@ class Turn(models.Model):
     """
     Whose turn it is to send to a target, or to take in for a consumer that keeps an order.
 
-    ``position``: the last entry of a target's stream; ``again_*``: the rows that are to be sent
+    ``position``: our place in a target's stream; ``again_*``: the rows that are to be sent
     again: those behind one and up to another, delivered since a moment.
     """
 

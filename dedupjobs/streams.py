@@ -8,6 +8,7 @@ write it, too.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -15,34 +16,65 @@ from django_redis import get_redis_connection
 from redis import Redis
 from redis.exceptions import ResponseError
 
-from dedupjobs import conf, wire
+from dedupjobs import clock, conf, wire
 
 TIMEOUT = 5.0  # seconds of one command
 
-# KEYS[1]: the stream. ARGV: the last entry that we know of ("": none), about how many entries are
-# kept, how many words an entry has; then the words of all entries.
-# Answers {1, the last entry now}; or {0, the last entry}, if ours is not there any more: what was
-# taken in has been lost, with the server, by a fail-over or by a deletion. Nothing is added then.
+# KEYS[1]: the stream. ARGV: the last entry that we have added ("": none), our mark, about how many
+# entries are kept, how many words an entry has; then the words of all entries.
+# The mark is a consumer group that nobody reads by: it stands in the stream itself, so it is lost
+# with it, and says how far we had got, whatever others have added since.
+# Answers {1, our last entry now}; or {0, what the mark says}, if our last one is not there any
+# more: it went with the server, by a fail-over or by a deletion. Nothing is added then.
 ADD = """
-local last, expected, maxlen, size = '0-0', ARGV[1], ARGV[2], tonumber(ARGV[3])
+local expected, mark, maxlen, size = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local last = '0-0'
+local function parts(id)
+    local ms, seq = string.match(id, '(%d+)-(%d+)')
+    return tonumber(ms), tonumber(seq)
+end
 if redis.call('exists', KEYS[1]) == 1 then
-    local facts = redis.call('xinfo', 'stream', KEYS[1])
-    for i = 1, #facts, 2 do
-        if facts[i] == 'last-generated-id' then last = facts[i + 1] end
+    for _, group in ipairs(redis.call('xinfo', 'groups', KEYS[1])) do
+        local facts = {}
+        for i = 1, #group, 2 do facts[group[i]] = group[i + 1] end
+        if facts['name'] == mark then last = facts['last-delivered-id'] end
     end
 end
 if expected ~= '' then
-    local ms, seq = string.match(last, '(%d+)-(%d+)')
-    local known_ms, known_seq = string.match(expected, '(%d+)-(%d+)')
-    ms, seq, known_ms, known_seq =
-        tonumber(ms), tonumber(seq), tonumber(known_ms), tonumber(known_seq)
+    local ms, seq = parts(last)
+    local known_ms, known_seq = parts(expected)
     if ms < known_ms or (ms == known_ms and seq < known_seq) then return {0, last} end
 end
-for i = 4, #ARGV, size do
+if #ARGV < 5 then return {1, expected} end
+for i = 5, #ARGV, size do
     last = redis.call('xadd', KEYS[1], 'maxlen', '~', maxlen, '*', unpack(ARGV, i, i + size - 1))
 end
+redis.pcall('xgroup', 'create', KEYS[1], mark, last)
+redis.call('xgroup', 'setid', KEYS[1], mark, last)
 return {1, last}
 """
+MARK = "dedupjobs:published:"  # then a token of the publisher's
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far a publisher has got in a stream: his last entry, and the mark that he left there."""
+
+    last: str
+    mark: str
+
+    @classmethod
+    def of(cls, text: str) -> Place:
+        """Return it as ``str`` has written it; a new one for an empty text."""
+        last, _, token = text.partition(" ")
+        return cls(last, MARK + (token or clock.token()))
+
+    def moved(self, last: str) -> Place:
+        """Return the place behind the entry ``last``."""
+        return Place(last, self.mark)
+
+    def __str__(self) -> str:
+        return f"{self.last} {self.mark.removeprefix(MARK)}"
 
 
 def client(*, cache: str | None, url: str | None, timeout: float = TIMEOUT) -> Redis:
@@ -62,14 +94,14 @@ def forget_clients() -> None:
 
 
 def add(
-    redis: Redis, stream: str, *, after: str, maxlen: int, size: int, words: list[str]
+    redis: Redis, stream: str, *, after: Place, maxlen: int, size: int, words: list[str]
 ) -> tuple[bool, str]:
     """
-    Add entries of ``size`` words each, in one trip; return whether, and the stream's last entry.
+    Add entries of ``size`` words each, in one trip; return whether, and our last entry there.
 
-    ``after``: the last entry that must be there still. Raises what Redis raises.
+    ``after``: the place that the stream must know still. Raises what Redis raises.
     """
-    answer: Any = redis.eval(ADD, 1, stream, after, maxlen, size, *words)
+    answer: Any = redis.eval(ADD, 1, stream, after.last, after.mark, maxlen, size, *words)
     added, last = answer
     return bool(added), text(last)
 

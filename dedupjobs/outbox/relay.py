@@ -83,7 +83,7 @@ class Relay:
         if batch:
             probes.reach("relay.before")
         try:
-            sent, last = targets.send(target, batch, after=turn.position)
+            sent, place = targets.send(target, batch, after=turn.position)
         except Wiped as wiped:
             self._begin_again(target, wiped)
             return Round(more=True)
@@ -95,8 +95,8 @@ class Relay:
         probes.reach("relay.after")
         with self._mine(target):
             shelf.settle(self.name, target, batch, sent)
-            if last != turn.position:
-                turns.of(self.turn).update(position=last)
+            if place != turn.position:
+                turns.of(self.turn).update(position=place)
         self._tell(target, sent)
         tried = len(sent.delivered) + len(sent.failed)
         more = full or tried < len(batch) or any(post.head for post in batch)
@@ -105,8 +105,9 @@ class Relay:
     def _begin_again(self, target: Target, wiped: Wiped) -> None:
         """Ask for all that the stream may have lost; whoever got it before knows it by its id."""
         with self._mine(target):
-            shelf.again(self.name, since=_moment_of(wiped.last))
-            turns.of(self.turn).update(position="" if wiped.last == "0-0" else wiped.last)
+            since = _moment_of(wiped.left.last)
+            shelf.again(self.name, since=since)
+            turns.of(self.turn).update(position=str(wiped.left) if since else "")
         signals.tell(signals.events_again, self.name, cause="wiped")
 
     def _tell(self, target: Target, sent: Sent) -> None:
@@ -128,7 +129,7 @@ def _lease(target: Target) -> float:
 
 
 def _moment_of(entry: str) -> datetime | None:
-    """Return when a stream's entry was made, less a margin; None: there is none."""
+    """Return when a stream's entry was made, less a margin; None: there is no such entry."""
     milliseconds = int(entry.partition("-")[0])
     if not milliseconds:
         return None

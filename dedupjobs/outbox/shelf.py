@@ -205,9 +205,7 @@ def again(name: str, *, since: datetime | None = None) -> int:
     facts = found.aggregate(last=Max("pk"))
     if facts["last"] is None:
         return 0
-    turns.of(turns.sending(name)).update(
-        again_after=0, again_to=facts["last"], again_since=since, position=""
-    )
+    turns.of(turns.sending(name)).update(again_after=0, again_to=facts["last"], again_since=since)
     return int(found.count())
 
 

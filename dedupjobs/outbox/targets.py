@@ -19,35 +19,36 @@ from dedupjobs.envelope import FIELDS, Event
 from dedupjobs.exceptions import Unavailable
 from dedupjobs.outbox.shelf import Post, Sent
 from dedupjobs.routes import Target
+from dedupjobs.streams import Place
 from dedupjobs.visible import line
 
 PATIENCE = 10.0  # seconds that one batch of single deliveries may take, and the last one its own
 
 
 class Wiped(Exception):
-    """A stream has lost what it had taken in; ``last``: the entry that it ends with now."""
+    """A stream has lost what it had taken in; ``left``: the last of our entries that it has."""
 
-    def __init__(self, last: str) -> None:
-        super().__init__(f"the stream has lost entries; it ends with {last}")
-        self.last = last
+    def __init__(self, left: Place) -> None:
+        super().__init__(f"the stream has lost entries of ours; it has them up to {left.last}")
+        self.left = left
 
 
 def send(target: Target, batch: Sequence[Post], *, after: str) -> tuple[Sent, str]:
     """
-    Send a batch, in its order; return what became of it, and a stream's last entry.
+    Send a batch, in its order; return what became of it, and our place in a stream.
 
-    ``after``: the entry that must be there still. Raises Unavailable, Wiped.
+    ``after``: the place that it must know still. Raises Unavailable, Wiped.
     """
     if target.stream:
-        last = _add(target, batch, after)
-        return Sent(delivered=list(batch)), last
+        place = _add(target, batch, Place.of(after))
+        return Sent(delivered=list(batch)), str(place)
     return _one_by_one(batch, sender_of(target)), ""
 
 
 # ---- a Redis stream
 
 
-def _add(target: Target, batch: Sequence[Post], after: str) -> str:
+def _add(target: Target, batch: Sequence[Post], after: Place) -> Place:
     words: list[str] = []
     for post in batch:
         for name, word in zip(FIELDS, post.event.words(), strict=True):
@@ -65,8 +66,8 @@ def _add(target: Target, batch: Sequence[Post], after: str) -> str:
     except (RedisError, OSError, ValueError) as error:
         raise Unavailable(_words(error)) from error
     if not added:
-        raise Wiped(last)
-    return last
+        raise Wiped(after.moved(last))
+    return after.moved(last)
 
 
 # ---- one by one
