@@ -23,7 +23,7 @@ from django.db import DatabaseError, connections
 from django.utils.module_loading import import_string
 from rq.worker import BaseWorker
 
-from dedupjobs import census, conf, coordinator, dispatch, lifecycle, registry, slots
+from dedupjobs import callables, census, conf, coordinator, dispatch, lifecycle, registry, slots
 from dedupjobs.inbox import handlers
 from dedupjobs.models import ProcessedJob
 
@@ -109,13 +109,19 @@ def _events(**_: Any) -> list[CheckMessage]:
         Error(text, hint=cure, id="dedupjobs.E030") for text in handlers.problems()
     ]
     for name, target in conf.outbox().targets.items():
-        try:
-            import_string(target.call or "dedupjobs.conf.get")
-        except ImportError as error:
-            text = f"Target {name} calls {target.call!r}, which can not be imported: {error}"
-            cure = 'Correct "call", the dotted path of a function that takes an event.'
+        if target.call and (wrong := _why_not_called(target.call)):
+            text = f"Target {name} calls {target.call!r}, which {wrong}"
+            cure = 'Correct "call", the dotted path of a plain function that takes an event.'
             found.append(Error(text, hint=cure, id="dedupjobs.E031"))
     return found
+
+
+def _why_not_called(path: str) -> str:
+    try:
+        found = import_string(path)
+    except ImportError as error:
+        return f"can not be imported: {error}"
+    return callables.why_idle(found)
 
 
 def _policies(**_: Any) -> list[CheckMessage]:

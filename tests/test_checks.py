@@ -534,6 +534,21 @@ def test_target_that_calls_what_can_not_be_imported() -> None:
     assert "Target a calls 'shop.nothing', which can not be imported" in message.msg
 
 
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("tests.outlet", "can not be called"),
+        ("tests.outlet.noted", "can not be called"),
+        ("tests.outlet.note_async", "is async"),
+        ("tests.outlet.note_in_parts", "is a generator"),
+    ],
+)
+def test_target_that_calls_what_would_do_nothing(path: str, words: str) -> None:
+    with override_settings(DEDUPJOBS={"OUTBOX": {"TARGETS": {"a": {"call": path}}}}):
+        message = only("dedupjobs.E031")
+    assert f"Target a calls {path!r}, which {words}" in message.msg
+
+
 def test_every_check_has_a_test_here() -> None:
     import inspect
     import re

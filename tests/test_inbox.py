@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from collections.abc import Iterator
@@ -408,6 +409,27 @@ def test_two_functions_for_one_event_of_a_consumer_are_refused(stream: redis.Red
         inbox.handler("order.paid", consumer="ledger")(lambda event: None)
     with pytest.raises(EventError, match="give a name such as"):
         inbox.handler("Order Paid")
+
+
+class Later:
+    async def __call__(self, event: Event) -> None:
+        """Do nothing when it is only called."""
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (outlet.note_async, "note_async is async: a call of it runs nothing"),
+        (Later(), "is async"),
+        (functools.partial(outlet.note_async), "is async"),
+        (outlet.note_in_parts, "note_in_parts is a generator"),
+        ("book", "'book' can not be called"),
+    ],
+)
+def test_handler_that_would_do_nothing_is_refused(function: Any, words: str) -> None:
+    with pytest.raises(EventError, match=words):
+        inbox.handler("order.late", consumer="ledger")(function)
+    assert handlers.find("ledger", "order.late") is None
 
 
 def test_handler_without_a_consumer_is_the_only_ones(monkeypatch: pytest.MonkeyPatch) -> None:

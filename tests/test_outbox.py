@@ -277,6 +277,14 @@ def test_target_that_is_away_costs_no_event_a_try(noting: None) -> None:
     assert OutboxEvent.objects.get().tries == 0
 
 
+@pytest.mark.parametrize("path", ["note_async", "note_in_parts", "noted"])
+def test_target_whose_call_would_do_nothing_gets_nothing_and_loses_nothing(path: str) -> None:
+    with outlet.outbox({"TARGETS": {"a": {"call": f"tests.outlet.{path}"}}}):
+        outbox.publish("a", 1)
+        assert Relay("a").round().away
+    assert statuses() == ["WAITING"]
+
+
 # ---- whose turn it is
 
 

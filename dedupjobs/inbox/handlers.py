@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from dedupjobs import conf, routes
+from dedupjobs import callables, conf, routes
 from dedupjobs.envelope import Event
 from dedupjobs.exceptions import EventError
 
@@ -27,6 +27,12 @@ def handler(name: str, *, consumer: str | None = None) -> Callable[[H], H]:
         )
 
     def register(function: H) -> H:
+        if wrong := callables.why_idle(function):
+            raise EventError(
+                f"@inbox.handler({name!r}): {callables.named(function)} {wrong}, and the event "
+                "would count as applied. Give a plain function; let it enqueue a job for what is "
+                "async, or wrap that in async_to_sync()."
+            )
         known = _handlers.get((consumer, name))
         if known is not None and _path(known) != _path(function):
             raise EventError(
