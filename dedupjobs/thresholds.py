@@ -141,7 +141,7 @@ def hint(given: Any, known: Iterable[str]) -> str:
     """Return what a name that nobody knows may mean, or which names there are."""
     names = list(known)
     near = difflib.get_close_matches(str(given), names, 1, 0.5)
-    return f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(names)}."
+    return f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(names) or 'none'}."
 
 
 def problems(kind: Any, given: Any, name: str) -> Iterator[str]:

@@ -84,6 +84,9 @@ def test_message_that_was_changed_or_is_old_is_refused(
         ({"TARGETS": {"a": {"stream": "x", "maxlen": 0}}}, "at least 1"),
         ({"TARGETS": {"a": {"stream": "x", "on_dead": "die"}}}, "wait, go_on"),
         ({"TARGETS": {"a": {"stream": "x", "cache": "c", "url": "redis://"}}}, "both"),
+        ({"TARGETS": {"a": {"stream": "x", "url": "nope"}}}, "the address of a Redis"),
+        ({"TARGETS": {"a": {"stream": "x", "url": "http://h:6379/0"}}}, "the address of a Redis"),
+        ({"TARGETS": {"a": {"stream": "x", "url": "redis://h:port"}}}, "the address of a Redis"),
         ({"TARGETS": {"a": {"webhook": "http://x.example/", "secrets": [NEW]}}}, "not encrypted"),
         ({"TARGETS": {"a": {"webhook": "ftp://x.example/", "secrets": [NEW]}}}, "https address"),
         ({"TARGETS": {"a": {"webhook": "https://x.example/"}}}, "has no secrets"),
@@ -114,6 +117,7 @@ def test_secret_that_is_none_is_refused_and_not_shown(secret: Any) -> None:
     [
         ({"CONSUMERS": {"a": {}}}, "neither whose 'stream'"),
         ({"CONSUMERS": {"a": {"stream": 7}}}, "name the Redis stream"),
+        ({"CONSUMERS": {"a": {"stream": "x", "url": 7}}}, "the address of a Redis"),
         ({"CONSUMER": {}}, "Did you mean 'CONSUMERS'?"),
     ],
 )

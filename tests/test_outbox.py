@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import redis
 from django.conf import settings
-from django.core.management import call_command
+from django.core.management import CommandError, call_command
 from django.db import transaction
 
 from dedupjobs import conf, outbox, turns
@@ -448,6 +448,26 @@ def test_command_lets_delivered_events_go_out_once_more(
     out = capsys.readouterr().out
     assert "orders: 1 events go out once more." in out
     assert "orders: 0 to be delivered" in out
+
+
+UNFIT: list[tuple[dict[str, Any], str]] = [
+    ({"url": "redis://127.0.0.1:1/0"}, "ConnectionError"),
+    ({"cache": "nope"}, "cache 'nope' is no Redis"),
+]
+
+
+@pytest.mark.parametrize(("more", "words"), UNFIT)
+def test_command_names_the_target_that_takes_nothing_and_relays_the_others(
+    more: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    away = {"stream": "orders", **more}
+    with outlet.outbox({"TARGETS": {"orders": away, **NOTED["TARGETS"]}}):
+        outbox.publish("a", 1)
+        with pytest.raises(CommandError, match=f"Target orders takes no events, .*{words}"):
+            call_command("dedupjobs_outbox", "relay")
+        assert payloads() == [1]
+        assert "target orders takes no events" in caplog.text
+        call_command("dedupjobs_outbox", "relay", "--target", "noted")
 
 
 # ---- beside a coordinator

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from dedupjobs import callables, conf, routes
+from dedupjobs import callables, conf, routes, thresholds
 from dedupjobs.envelope import Event
 from dedupjobs.exceptions import EventError
 
@@ -64,6 +64,15 @@ def find(consumer: str, name: str) -> Callable[[Event], Any] | None:
 
 def _is_only(consumer: str) -> bool:
     return list(conf.inbox().consumers) == [consumer]
+
+
+def why_unknown(consumer: str) -> str:
+    """Return a sentence about a consumer that settings lack; empty: they have it."""
+    known = conf.inbox().consumers
+    if consumer in known:
+        return ""
+    where = 'DEDUPJOBS["INBOX"]["CONSUMERS"]'
+    return f"{where} has no consumer {consumer!r}. {thresholds.hint(consumer, known)}"
 
 
 def problems() -> list[str]:

@@ -53,8 +53,8 @@ def _add(target: Target, batch: Sequence[Post], after: Place) -> Place:
     for post in batch:
         for name, word in zip(FIELDS, post.event.words(), strict=True):
             words += (name, word)
+    redis = streams.client(cache=target.cache, url=target.url)
     try:
-        redis = streams.client(cache=target.cache, url=target.url)
         added, last = streams.add(
             redis,
             target.stream or "",
