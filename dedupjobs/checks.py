@@ -127,7 +127,8 @@ def _stream_caches() -> Iterator[CheckMessage]:
         if one.stream and one.cache and (wrong := _why_no_stream(one.cache)):
             yield Error(
                 f"{whose} has its stream on cache {one.cache!r}, {wrong}.",
-                hint=f'Name a cache of CACHES whose backend is "{SHARED_BACKENDS}", or give "url" instead.',
+                hint=f'Name a cache of CACHES whose backend is "{SHARED_BACKENDS}", or give "url" '
+                "instead.",
                 id="dedupjobs.E034",
             )
 

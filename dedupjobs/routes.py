@@ -203,7 +203,9 @@ def outbox_problems(given: Any, name: str) -> Iterator[str]:
     targets = _inner(given, "TARGETS")
     for label, one in targets.items():
         where = f"{name}['TARGETS'][{label!r}]"
-        mistakes = list(_label_problems(label, where)) or list(problems(Target, one, where))
+        mistakes = list(_label_problems(label, where)) or list(
+            problems(Target, one, where, one="option")
+        )
         yield from mistakes or _target_problems(_made(Target, one), where)
     for pattern, names in _inner(given, "ROUTES").items():
         yield from _route_problems(pattern, names, targets, f"{name}['ROUTES'][{pattern!r}]")
@@ -214,7 +216,9 @@ def inbox_problems(given: Any, name: str) -> Iterator[str]:
     yield from _outer_problems(given, name, ("CONSUMERS", "RETAIN"))
     for label, one in _inner(given, "CONSUMERS").items():
         where = f"{name}['CONSUMERS'][{label!r}]"
-        mistakes = list(_label_problems(label, where)) or list(problems(Consumer, one, where))
+        mistakes = list(_label_problems(label, where)) or list(
+            problems(Consumer, one, where, one="option")
+        )
         yield from mistakes or _consumer_problems(_made(Consumer, one), where)
 
 

@@ -178,6 +178,11 @@ class Steps:
             2_000,
         )
 
+    def _placed(self, step: Step, error: StepInDoubt) -> str:
+        """Return a function's own words with what a person needs to look its effect up."""
+        place = f"step {step.name!r}, attempt {self._claim.number}"
+        return clip(f"{error} ({place}, key {self.idempotency_key(step.name)})", 2_000)
+
     # ---- without running it
 
     def _stored(self, step: Step, known: JobStep) -> Any:
@@ -211,6 +216,8 @@ class Steps:
         except (StepInDoubt, StepResultError) as error:
             self._note(step, StepState.STARTED, error)  # it ran; whether to good effect, who knows
             self._tell(step, StepEvent.IN_DOUBT, clock.monotonic() - begun)
+            if isinstance(error, StepInDoubt):
+                error.args = (self._placed(step, error),)
             raise
         except Exception as error:
             self._note(step, StepState.FAILED, error)

@@ -78,7 +78,7 @@ def test_message_that_was_changed_or_is_old_is_refused(
         ({"TARGET": {}}, "Did you mean 'TARGETS'?"),
         ({"TARGETS": []}, "it must be a dict"),
         ({"TARGETS": {"a b": {"signal": True}}}, "the name 'a b' must be"),
-        ({"TARGETS": {"a": {"streem": "x"}}}, "Did you mean 'stream'?"),
+        ({"TARGETS": {"a": {"streem": "x"}}}, "is not an option. Did you mean 'stream'?"),
         ({"TARGETS": {"a": {}}}, "none of stream, webhook, call, signal"),
         ({"TARGETS": {"a": {"stream": "x", "call": "y"}}}, "says stream, call"),
         ({"TARGETS": {"a": {"stream": "x", "maxlen": 0}}}, "at least 1"),

@@ -117,6 +117,7 @@ LOOP.append(LOOP)
         ({"name": "x" * 101}, "100 characters at most"),
         ({"name": None}, "name is None"),
         ({"name": "a", "ordered": True}, "ordered=True without a key"),
+        ({"name": "a", "ordered": "yes", "key": "k"}, "a: ordered='yes'; give True, False or None"),
         ({"name": "a", "key": None}, "key=None must be a text"),
         ({"name": "a", "key": "k" * 201}, "200 characters at most"),
         ({"name": "a", "key": "\0"}, "none of them NUL"),
@@ -133,6 +134,12 @@ def test_event_that_makes_no_sense_is_refused_by_name_and_cure(
     with pytest.raises(EventError) as caught:
         outbox.publish(**arguments)
     assert words in str(caught.value)
+    assert not OutboxEvent.objects.exists()
+
+
+def test_events_that_are_no_dicts_are_refused(noting: None) -> None:
+    with pytest.raises(EventError, match=r"An event is 'x'; give dicts of publish\(\)'s arguments"):
+        outbox.publish_many(["x"])  # type: ignore[list-item]
     assert not OutboxEvent.objects.exists()
 
 
@@ -248,6 +255,23 @@ def test_dead_event_that_is_dropped_is_passed_over(noting: None) -> None:
     assert shelf.drop(row.pk)
     relayed()
     assert (payloads(), statuses()) == (["next"], ["DROPPED", "DELIVERED"])
+
+
+def test_event_is_dropped_undelivered_only_if_its_target_is_gone() -> None:
+    with outlet.outbox(NOTED):
+        for n in range(3):
+            outbox.publish("a", n, key="k")
+        outlet.refusals["0"] = ValueError("no")
+        relayed()
+        assert statuses() == ["RETRYING", "BEHIND", "BEHIND"]
+        outbox.publish("a", 3)
+        pks = list(OutboxEvent.objects.order_by("pk").values_list("pk", flat=True))
+        assert [shelf.drop(pk) for pk in pks[1:]] == [False, False, False]
+        assert statuses() == ["RETRYING", "BEHIND", "BEHIND", "WAITING"]
+    with outlet.outbox({}):
+        assert [shelf.drop(pk) for pk in (pks[0], pks[2], pks[3])] == [True, True, True]
+        assert statuses() == ["DROPPED", "RETRYING", "DROPPED", "DROPPED"]
+        assert not shelf.drop(pks[3])
 
 
 def test_dead_event_holds_nothing_up_where_settings_say_so() -> None:

@@ -392,7 +392,11 @@ def test_function_that_can_not_know_says_so_and_the_step_is_in_doubt() -> None:
     row = plays(lambda attempt: attempt.step("charge", send))
     assert deliver(row) == Status.HELD
     assert "no answer came" in JobStep.objects.get().error
+    error = job_row(row).error
     second = claimed(alter(row, status=Status.PENDING))
+    key = second.idempotency_key("charge")
+    place = f"(step 'charge', attempt 1, key {key})"
+    assert error == f"the request was sent, and no answer came {place}"
     with pytest.raises(StepInDoubt, match="no answer came"):
         second.step("charge", charge)
     assert second.step("charge", charge, check=lambda key: Done("there")) == "there"
