@@ -386,7 +386,7 @@ def _commands() -> Iterator[str]:
         yield command.help
         actions = command.create_parser("manage.py", name)._actions
         rows = [
-            (_code(_usage(a)), " ".join((a.help or "").split()))
+            (_code(_usage(a)) + (", required" * a.required), " ".join((a.help or "").split()))
             for a in actions
             if a.dest not in common
         ]
