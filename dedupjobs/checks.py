@@ -23,9 +23,10 @@ from django.db import DatabaseError, connections
 from django.utils.module_loading import import_string
 from rq.worker import BaseWorker
 
-from dedupjobs import census, conf, coordinator, dispatch, lifecycle, registry, slots
-from dedupjobs.inbox import handlers
+from dedupjobs import callables, census, conf, coordinator, dispatch, lifecycle, registry, slots
+from dedupjobs.inbox import handlers, web
 from dedupjobs.models import ProcessedJob
+from dedupjobs.routes import Consumer, Target
 
 SHARED_BACKENDS = "django_redis.cache.RedisCache"
 
@@ -46,6 +47,7 @@ def register_all() -> None:
         _events,
     ):
         register(check, Tags.compatibility)
+    register(_webhooks, Tags.urls)
     register(_unknown_names, Tags.database)
     register(_mysql_tables, Tags.database)
     register(_redis, "dedupjobs", deploy=True)
@@ -109,13 +111,51 @@ def _events(**_: Any) -> list[CheckMessage]:
         Error(text, hint=cure, id="dedupjobs.E030") for text in handlers.problems()
     ]
     for name, target in conf.outbox().targets.items():
-        try:
-            import_string(target.call or "dedupjobs.conf.get")
-        except ImportError as error:
-            text = f"Target {name} calls {target.call!r}, which can not be imported: {error}"
-            cure = 'Correct "call", the dotted path of a function that takes an event.'
+        if target.call and (wrong := _why_not_called(target.call)):
+            text = f"Target {name} calls {target.call!r}, which {wrong}"
+            cure = 'Correct "call", the dotted path of a plain function that takes an event.'
             found.append(Error(text, hint=cure, id="dedupjobs.E031"))
-    return found
+    return [*found, *_stream_caches()]
+
+
+def _stream_caches() -> Iterator[CheckMessage]:
+    ends: list[tuple[str, Target | Consumer]] = [
+        *((f"Target {name}", target) for name, target in conf.outbox().targets.items()),
+        *((f"Consumer {name}", consumer) for name, consumer in conf.inbox().consumers.items()),
+    ]
+    for whose, one in ends:
+        if one.stream and one.cache and (wrong := _why_no_stream(one.cache)):
+            yield Error(
+                f"{whose} has its stream on cache {one.cache!r}, {wrong}.",
+                hint=f'Name a cache of CACHES whose backend is "{SHARED_BACKENDS}", or give "url" '
+                "instead.",
+                id="dedupjobs.E034",
+            )
+
+
+def _why_no_stream(alias: str) -> str:
+    try:
+        cache: Any = caches[alias]
+    except InvalidCacheBackendError:
+        return "which CACHES lacks"
+    if hasattr(getattr(cache, "client", None), "get_client"):
+        return ""
+    return f"which is {type(cache).__module__}.{type(cache).__qualname__}, no Redis of django-redis"
+
+
+def _webhooks(**_: Any) -> list[CheckMessage]:
+    if any(conf.problems()):
+        return []
+    cure = 'Name it in DEDUPJOBS["INBOX"]["CONSUMERS"], or correct inbox.webhook_view().'
+    return [Error(text, hint=cure, id="dedupjobs.E033") for text in web.problems()]
+
+
+def _why_not_called(path: str) -> str:
+    try:
+        found = import_string(path)
+    except ImportError as error:
+        return f"can not be imported: {error}"
+    return callables.why_idle(found)
 
 
 def _policies(**_: Any) -> list[CheckMessage]:

@@ -27,6 +27,7 @@ from dedupjobs.thresholds import checked, count, flag, hint, is_address, plain, 
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 LONGEST_NAME = 100
+REDIS = ("redis", "rediss", "unix")  # schemes
 SECRET_PREFIX = "whsec_"  # noqa: S105 - as Standard Webhooks writes a secret: its base64 follows
 SHORTEST_SECRET = 24  # bytes
 KINDS = ("stream", "webhook", "call", "signal")
@@ -78,6 +79,20 @@ def _is_text(value: Any) -> bool:
     return value is None or (isinstance(value, str) and 0 < len(value) <= 500)  # noqa: PLR2004
 
 
+def _is_redis(value: Any) -> bool:
+    if value is None:
+        return True
+    try:
+        parts = urlsplit(value)
+        return parts.scheme in REDIS and parts.port != 0
+    except (ValueError, AttributeError, TypeError):
+        return False
+
+
+def _redis() -> Any:
+    return checked(None, _is_redis, "give the address of a Redis, redis://host:port/db.")
+
+
 def _text(words: str) -> Any:
     return checked(None, _is_text, words)
 
@@ -97,7 +112,7 @@ class Target:
 
     stream: str | None = _text("name the Redis stream.")
     cache: str | None = _text("name an alias of CACHES that is a django-redis one.")
-    url: str | None = _text("give the address of a Redis, redis://host:port/db.")
+    url: str | None = _redis()
     maxlen: int = count(1_000_000)  # entries that a stream keeps, about
     webhook: str | None = checked(None, is_address, "give an https address.")
     secrets: tuple[str, ...] = _secrets()  # all sign: the new one and, for a while, the old one
@@ -120,7 +135,7 @@ class Consumer:
 
     stream: str | None = _text("name the Redis stream.")
     cache: str | None = _text("name an alias of CACHES that is a django-redis one.")
-    url: str | None = _text("give the address of a Redis, redis://host:port/db.")
+    url: str | None = _redis()
     secrets: tuple[str, ...] = _secrets()  # any of them may have signed
     tolerance: float = seconds(300.0)  # by which a signed moment may differ from now
     ordered: bool = flag(False)  # later events of a key wait for those that failed
@@ -188,7 +203,9 @@ def outbox_problems(given: Any, name: str) -> Iterator[str]:
     targets = _inner(given, "TARGETS")
     for label, one in targets.items():
         where = f"{name}['TARGETS'][{label!r}]"
-        mistakes = list(_label_problems(label, where)) or list(problems(Target, one, where))
+        mistakes = list(_label_problems(label, where)) or list(
+            problems(Target, one, where, one="option")
+        )
         yield from mistakes or _target_problems(_made(Target, one), where)
     for pattern, names in _inner(given, "ROUTES").items():
         yield from _route_problems(pattern, names, targets, f"{name}['ROUTES'][{pattern!r}]")
@@ -199,7 +216,9 @@ def inbox_problems(given: Any, name: str) -> Iterator[str]:
     yield from _outer_problems(given, name, ("CONSUMERS", "RETAIN"))
     for label, one in _inner(given, "CONSUMERS").items():
         where = f"{name}['CONSUMERS'][{label!r}]"
-        mistakes = list(_label_problems(label, where)) or list(problems(Consumer, one, where))
+        mistakes = list(_label_problems(label, where)) or list(
+            problems(Consumer, one, where, one="option")
+        )
         yield from mistakes or _consumer_problems(_made(Consumer, one), where)
 
 

@@ -13,7 +13,6 @@ A step is *in doubt* while it is begun, its end is not recorded, and its attempt
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,7 +21,7 @@ from typing import Any, cast
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
-from dedupjobs import clock, conf, keys, lifecycle, probes, registry, signals
+from dedupjobs import callables, clock, conf, keys, lifecycle, probes, registry, signals
 from dedupjobs.endings import clip
 from dedupjobs.exceptions import LeaseLost, StepError, StepInDoubt, StepResultError
 from dedupjobs.heartbeat import Heart
@@ -179,6 +178,11 @@ class Steps:
             2_000,
         )
 
+    def _placed(self, step: Step, error: StepInDoubt) -> str:
+        """Return a function's own words with what a person needs to look its effect up."""
+        place = f"step {step.name!r}, attempt {self._claim.number}"
+        return clip(f"{error} ({place}, key {self.idempotency_key(step.name)})", 2_000)
+
     # ---- without running it
 
     def _stored(self, step: Step, known: JobStep) -> Any:
@@ -212,6 +216,8 @@ class Steps:
         except (StepInDoubt, StepResultError) as error:
             self._note(step, StepState.STARTED, error)  # it ran; whether to good effect, who knows
             self._tell(step, StepEvent.IN_DOUBT, clock.monotonic() - begun)
+            if isinstance(error, StepInDoubt):
+                error.args = (self._placed(step, error),)
             raise
         except Exception as error:
             self._note(step, StepState.FAILED, error)
@@ -342,15 +348,14 @@ def _refuse_bad(step: Step) -> None:
             f"step {name[:40] + '…'!r}: its name has {len(name):,} characters, {LONGEST_NAME} fit. "
             "Pass data as arguments."
         )
-    if not callable(step.function):
+    if wrong := callables.why_idle(step.function):
         raise StepError(
-            f"step {name!r}: {step.function!r} can not be called. Pass the function and its "
-            "arguments: attempt.step('charge card', charge, order_id)."
+            f"step {name!r}: {callables.named(step.function)} {wrong}. {_cure(step.function)}"
         )
-    if inspect.iscoroutinefunction(step.function):
+    if step.check is not None and (wrong := callables.why_idle(step.check)):
         raise StepError(
-            f"step {name!r}: {step.function.__qualname__} is async, and a step waits for its "
-            "result. Wrap it: async_to_sync(fetch)."
+            f"step {name!r}: its check {callables.named(step.check)} {wrong}. Give check= a "
+            "function that takes the idempotency key and returns Done(result) or NotDone()."
         )
     if step.atomic and (step.check is not None or step.repeat):
         raise StepError(
@@ -359,6 +364,12 @@ def _refuse_bad(step: Step) -> None:
         )
     if step.check is not None and step.repeat:
         raise StepError(f"step {name!r}: check= says whether to repeat it. Leave repeat= out.")
+
+
+def _cure(function: Any) -> str:
+    if not callable(function):
+        return "Pass the function and its arguments: attempt.step('charge card', charge, order_id)."
+    return "A step waits for a result: wrap what is async in async_to_sync(), and return a value."
 
 
 def _twice(name: str, other: str) -> str:

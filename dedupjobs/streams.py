@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from django.core.cache import InvalidCacheBackendError
 from django_redis import get_redis_connection
 from redis import Redis
 from redis.exceptions import ResponseError
 
 from dedupjobs import clock, conf, wire
+from dedupjobs.exceptions import Unavailable
 
 TIMEOUT = 5.0  # seconds of one command
 
@@ -78,14 +80,22 @@ class Place:
 
 
 def client(*, cache: str | None, url: str | None, timeout: float = TIMEOUT) -> Redis:
-    """Return the client of a Redis that settings name; ``timeout``: seconds of one command."""
+    """
+    Return the client of a Redis that settings name; ``timeout``: seconds of one command.
+
+    Raises Unavailable, if they name none.
+    """
     return _client(cache or conf.get().lock_home, url, timeout)
 
 
 @lru_cache(maxsize=64)
 def _client(cache: str, url: str | None, timeout: float) -> Redis:
-    source: Any = Redis.from_url(url) if url else get_redis_connection(cache)
-    return wire.own_client(source, timeout=timeout)
+    try:
+        source: Any = Redis.from_url(url) if url else get_redis_connection(cache)
+        return wire.own_client(source, timeout=timeout)
+    except (InvalidCacheBackendError, NotImplementedError, AttributeError, ValueError) as error:
+        named = "its url" if url else f"cache {cache!r}"  # an address may hold a password
+        raise Unavailable(f"{named} is no Redis: {type(error).__name__}: {error}") from error
 
 
 def forget_clients() -> None:

@@ -141,20 +141,24 @@ def hint(given: Any, known: Iterable[str]) -> str:
     """Return what a name that nobody knows may mean, or which names there are."""
     names = list(known)
     near = difflib.get_close_matches(str(given), names, 1, 0.5)
-    return f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(names)}."
+    return f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(names) or 'none'}."
 
 
-def problems(kind: Any, given: Any, name: str) -> Iterator[str]:
-    """Yield a sentence per mistake in a mapping of thresholds that settings call ``name``."""
+def problems(kind: Any, given: Any, name: str, *, one: str = "threshold") -> Iterator[str]:
+    """Yield a sentence per mistake in a mapping that settings call ``name``; ``one``: of these."""
     if not isinstance(given, Mapping):
         yield f"{name} is {given!r}; it must be a dict."
         return
     known = {f.name: f for f in fields(kind)}
     for key, value in given.items():
         if key not in known:
-            yield f"{name}[{key!r}] is not a threshold. {hint(key, known)}"
+            yield f"{name}[{key!r}] is not {_a(one)}. {hint(key, known)}"
         elif not known[key].metadata["fits"](value):
             yield f"{name}[{key!r}] = {value!r}: {known[key].metadata['words']}"
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def made(kind: Any, given: Mapping[str, Any]) -> Any:

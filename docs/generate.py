@@ -65,6 +65,7 @@ CHECKS = {
     "E001": "A setting in DEDUPJOBS is unknown or can not be meant; the text names the cure.",
     "E030": "A handler of events is for a consumer that INBOX lacks, or for the only one of "
     "several.",
+    "E033": "The URLs have a webhook_view() for a consumer that INBOX lacks.",
     "E007": 'RQ["WORKER_CLASS"] is no worker of RQ.',
     "E040": "Two aliases of LOCK_CACHE are one server, which would have two votes.",
     "E041": "An alias of LOCK_CACHE is a replica, which can not write.",
@@ -385,7 +386,7 @@ def _commands() -> Iterator[str]:
         yield command.help
         actions = command.create_parser("manage.py", name)._actions
         rows = [
-            (_code(_usage(a)), " ".join((a.help or "").split()))
+            (_code(_usage(a)) + (", required" * a.required), " ".join((a.help or "").split()))
             for a in actions
             if a.dest not in common
         ]

@@ -32,6 +32,16 @@ def note(event: Event) -> None:
     noted.append(event)
 
 
+async def note_async(event: Event) -> None:
+    """Note nothing, when it is only called."""
+    noted.append(event)
+
+
+def note_in_parts(event: Event) -> Iterator[None]:
+    """Note nothing, when it is only called."""
+    yield noted.append(event)
+
+
 @contextmanager
 def outbox(given: Mapping[str, Any], **more: Any) -> Iterator[None]:
     """Let events go where ``given`` says."""

@@ -163,6 +163,12 @@ def test_worker_without_a_sign_of_life_is_none(last: float | None) -> None:
     assert len(found("no_worker", Sight(queues=(queue,)))) == 1
 
 
+@pytest.mark.parametrize(("waits", "words"), [(True, "wait for them"), (False, "pass them")])
+def test_alert_of_dead_events_says_what_later_ones_do(waits: bool, words: str) -> None:
+    [alert] = found("outbox_dead", Sight(targets=(Target(name="a", dead=1, waits=waits),)))
+    assert f"Later events of their keys {words}." in alert.cure
+
+
 def test_subjects_are_bounded_and_the_worst_stay() -> None:
     many = found("dead", Sight(dead={f"job{i}": i for i in range(1, 60)}))
     assert len(many) == rules.MOST_SUBJECTS

@@ -33,7 +33,7 @@ from dedupjobs.coordinator import Coordinator
 from dedupjobs.models import Alert, AlertNotice, JobAttempt, ProcessedJob, Status
 from dedupjobs.models import Watch as LastLook
 from dedupjobs.pressure import Level, Load
-from tests import live
+from tests import live, outlet
 from tests.app import jobs
 from tests.hook import Hook
 from tests.servers import Valkey
@@ -268,6 +268,16 @@ def test_runs_as_long_as_their_lease_are_told() -> None:
         call_command("dedupjobs_control", "lease", "10m", *about, stdout=io.StringIO())
         looks(Watch())
         assert open_ones("near_lease") == [], "the lease that is in force counts"
+
+
+@pytest.mark.parametrize(("on_dead", "words"), [("wait", "wait for them"), ("go_on", "pass them")])
+def test_dead_event_is_told_with_what_later_ones_of_its_target_do(on_dead: str, words: str) -> None:
+    target = {"stream": "orders", "on_dead": on_dead}
+    with outlet.outbox({"TARGETS": {"orders": target}}, LOCK_TIMEOUT=5, ALERTS=AT_ONCE):
+        outlet.on_the_way("orders", "DEAD")
+        looks(Watch())
+        [alert] = Alert.objects.filter(kind="outbox_dead")
+    assert f"Later events of their keys {words}" in alert.cure
 
 
 def test_lock_that_was_lost_is_told_from_its_counter() -> None:

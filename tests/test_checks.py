@@ -527,11 +527,56 @@ def test_handler_of_a_consumer_that_nobody_named(monkeypatch: pytest.MonkeyPatch
     assert "takes 'order.*' for consumer 'audit', which INBOX['CONSUMERS'] lacks" in message.msg
 
 
+def test_webhook_view_of_a_consumer_that_nobody_named() -> None:
+    with override_settings(ROOT_URLCONF="tests.wrong_urls"):
+        message = only("dedupjobs.E033")
+        assert "webhook_view('legder') stands in the URLs" in message.msg
+        assert "(there: none)" in message.msg
+        with override_settings(DEDUPJOBS={"INBOX": {"CONSUMERS": {"ledger": {"stream": "x"}}}}):
+            assert "(there: ledger)" in only("dedupjobs.E033").msg
+        with override_settings(DEDUPJOBS={"INBOX": {"CONSUMERS": {"legder": {"stream": "x"}}}}):
+            assert found() == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "whose"),
+    [
+        ({"OUTBOX": {"TARGETS": {"a": {"stream": "s", "cache": "other"}}}}, "Target a has"),
+        ({"INBOX": {"CONSUMERS": {"b": {"stream": "s", "cache": "other"}}}}, "Consumer b has"),
+    ],
+)
+def test_stream_on_a_cache_that_is_no_redis(given: dict[str, Any], whose: str) -> None:
+    with override_settings(DEDUPJOBS=given):
+        message = only("dedupjobs.E034")
+        assert f"{whose} its stream on cache 'other', which CACHES lacks" in message.msg
+    caches = {**settings.CACHES, "other": LOCMEM["default"]}
+    with override_settings(DEDUPJOBS=given, CACHES=caches):
+        assert "LocMemCache, no Redis of django-redis" in only("dedupjobs.E034").msg
+    caches = {**settings.CACHES, "other": settings.CACHES["default"]}
+    with override_settings(DEDUPJOBS=given, CACHES=caches):
+        assert found() == {}
+
+
 def test_target_that_calls_what_can_not_be_imported() -> None:
     given = {"OUTBOX": {"TARGETS": {"a": {"call": "shop.nothing"}}}}
     with override_settings(DEDUPJOBS=given):
         message = only("dedupjobs.E031")
     assert "Target a calls 'shop.nothing', which can not be imported" in message.msg
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("tests.outlet", "can not be called"),
+        ("tests.outlet.noted", "can not be called"),
+        ("tests.outlet.note_async", "is async"),
+        ("tests.outlet.note_in_parts", "is a generator"),
+    ],
+)
+def test_target_that_calls_what_would_do_nothing(path: str, words: str) -> None:
+    with override_settings(DEDUPJOBS={"OUTBOX": {"TARGETS": {"a": {"call": path}}}}):
+        message = only("dedupjobs.E031")
+    assert f"Target a calls {path!r}, which {words}" in message.msg
 
 
 def test_every_check_has_a_test_here() -> None:

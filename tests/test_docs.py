@@ -89,5 +89,5 @@ def test_runbook_names_commands_and_screens_that_exist() -> None:
 def test_runbook_has_seven_steps_five_levers_and_four_steps_back() -> None:
     parts = re.split(r"^## ", RUNBOOK, flags=re.MULTILINE)[1:]
     steps = {part.splitlines()[0]: len(re.findall(r"^### \d\. ", part, re.M)) for part in parts}
-    assert list(steps.values()) == [7, 5, 4, 0, 0, 0]
-    assert list(steps)[3:] == ["Stuck jobs", "Lost Redis", "A bad deploy"]
+    assert list(steps.values()) == [7, 5, 4, 0, 0, 0, 0]
+    assert list(steps)[3:] == ["Stuck jobs", "Lost Redis", "Events", "A bad deploy"]

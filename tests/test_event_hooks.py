@@ -183,6 +183,8 @@ def test_event_that_failed_is_applied_when_it_is_posted_again(client: Client) ->
 def test_view_of_a_consumer_without_secrets_is_refused(client: Client) -> None:
     with pytest.raises(ImproperlyConfigured, match=r"audit.* has no secrets"):
         inbox.receive(RequestFactory().post("/"), consumer="audit")
+    with pytest.raises(ImproperlyConfigured, match=r"no consumer 'legder'. Did you mean 'ledger'"):
+        inbox.receive(RequestFactory().post("/"), consumer="legder")
 
 
 def test_events_go_from_one_project_into_another_by_webhook(

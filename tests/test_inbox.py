@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import redis
 from django.conf import settings
-from django.core.management import call_command
+from django.core.management import CommandError, call_command
 from django.db import OperationalError, connection, transaction
 
 from dedupjobs import clock, inbox, outbox
@@ -34,6 +35,12 @@ CONSUMERS: dict[str, Any] = {
     "ledger": {"stream": "orders", "attempts": 3},
     "audit": {"stream": "orders"},
 }
+
+
+UNFIT: list[tuple[dict[str, Any], str]] = [
+    ({"url": "redis://127.0.0.1:1/0"}, "Error"),
+    ({"cache": "nope"}, "cache 'nope' is no Redis"),
+]
 
 
 @pytest.fixture
@@ -103,6 +110,15 @@ def test_each_consumer_applies_a_message_for_itself(stream: redis.Redis) -> None
     given = event()
     assert take(given) == inbox.take(given, consumer="audit") == Fate.APPLIED
     assert ledger() == ["7", "audit 7"]
+
+
+def test_consumer_that_nobody_named_is_an_error_and_says_which_is_meant(
+    stream: redis.Redis,
+) -> None:
+    with pytest.raises(EventError, match=r"no consumer 'legder'. Did you mean 'ledger'?"):
+        inbox.take(event(), consumer="legder")
+    assert take(event(name="user.left")) == Fate.UNKNOWN
+    assert ledger() == []
 
 
 def test_effect_and_mark_are_one_transaction(stream: redis.Redis) -> None:
@@ -410,6 +426,27 @@ def test_two_functions_for_one_event_of_a_consumer_are_refused(stream: redis.Red
         inbox.handler("Order Paid")
 
 
+class Later:
+    async def __call__(self, event: Event) -> None:
+        """Do nothing when it is only called."""
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (outlet.note_async, "note_async is async: a call of it runs nothing"),
+        (Later(), "is async"),
+        (functools.partial(outlet.note_async), "is async"),
+        (outlet.note_in_parts, "note_in_parts is a generator"),
+        ("book", "'book' can not be called"),
+    ],
+)
+def test_handler_that_would_do_nothing_is_refused(function: Any, words: str) -> None:
+    with pytest.raises(EventError, match=words):
+        inbox.handler("order.late", consumer="ledger")(function)
+    assert handlers.find("ledger", "order.late") is None
+
+
 def test_handler_without_a_consumer_is_the_only_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handlers, "_handlers", {})
     inbox.handler("order.*")(events.book)
@@ -429,6 +466,18 @@ def test_command_consumes_and_ends(stream: redis.Redis, capsys: pytest.CaptureFi
     published("1", "2")
     call_command("dedupjobs_consume", "--consumer", "ledger", "--once")
     assert "ledger: 2 messages." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("more", "words"), UNFIT)
+def test_command_names_the_consumer_whose_stream_it_can_not_read(
+    stream: redis.Redis, more: dict[str, Any], words: str
+) -> None:
+    consumers = {"ledger": {"stream": "orders", **more}}
+    with (
+        outlet.outbox({}, INBOX={"CONSUMERS": consumers}),
+        pytest.raises(CommandError, match=f"Consumer ledger can not read stream 'orders': {words}"),
+    ):
+        call_command("dedupjobs_consume", "--once")
 
 
 def test_marks_out_of_retention_are_pruned_and_what_waits_stays(stream: redis.Redis) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import redis
 from django.conf import settings
-from django.core.management import call_command
+from django.core.management import CommandError, call_command
 from django.db import transaction
 
 from dedupjobs import conf, outbox, turns
@@ -117,6 +117,7 @@ LOOP.append(LOOP)
         ({"name": "x" * 101}, "100 characters at most"),
         ({"name": None}, "name is None"),
         ({"name": "a", "ordered": True}, "ordered=True without a key"),
+        ({"name": "a", "ordered": "yes", "key": "k"}, "a: ordered='yes'; give True, False or None"),
         ({"name": "a", "key": None}, "key=None must be a text"),
         ({"name": "a", "key": "k" * 201}, "200 characters at most"),
         ({"name": "a", "key": "\0"}, "none of them NUL"),
@@ -133,6 +134,12 @@ def test_event_that_makes_no_sense_is_refused_by_name_and_cure(
     with pytest.raises(EventError) as caught:
         outbox.publish(**arguments)
     assert words in str(caught.value)
+    assert not OutboxEvent.objects.exists()
+
+
+def test_events_that_are_no_dicts_are_refused(noting: None) -> None:
+    with pytest.raises(EventError, match=r"An event is 'x'; give dicts of publish\(\)'s arguments"):
+        outbox.publish_many(["x"])  # type: ignore[list-item]
     assert not OutboxEvent.objects.exists()
 
 
@@ -250,6 +257,23 @@ def test_dead_event_that_is_dropped_is_passed_over(noting: None) -> None:
     assert (payloads(), statuses()) == (["next"], ["DROPPED", "DELIVERED"])
 
 
+def test_event_is_dropped_undelivered_only_if_its_target_is_gone() -> None:
+    with outlet.outbox(NOTED):
+        for n in range(3):
+            outbox.publish("a", n, key="k")
+        outlet.refusals["0"] = ValueError("no")
+        relayed()
+        assert statuses() == ["RETRYING", "BEHIND", "BEHIND"]
+        outbox.publish("a", 3)
+        pks = list(OutboxEvent.objects.order_by("pk").values_list("pk", flat=True))
+        assert [shelf.drop(pk) for pk in pks[1:]] == [False, False, False]
+        assert statuses() == ["RETRYING", "BEHIND", "BEHIND", "WAITING"]
+    with outlet.outbox({}):
+        assert [shelf.drop(pk) for pk in (pks[0], pks[2], pks[3])] == [True, True, True]
+        assert statuses() == ["DROPPED", "RETRYING", "DROPPED", "DROPPED"]
+        assert not shelf.drop(pks[3])
+
+
 def test_dead_event_holds_nothing_up_where_settings_say_so() -> None:
     target = {"call": "tests.outlet.note", "attempts": 3, "on_dead": "go_on"}
     with outlet.outbox({"TARGETS": {"noted": target}}):
@@ -275,6 +299,14 @@ def test_target_that_is_away_costs_no_event_a_try(noting: None) -> None:
     assert Relay("noted").round().away
     assert statuses() == ["WAITING"]
     assert OutboxEvent.objects.get().tries == 0
+
+
+@pytest.mark.parametrize("path", ["note_async", "note_in_parts", "noted"])
+def test_target_whose_call_would_do_nothing_gets_nothing_and_loses_nothing(path: str) -> None:
+    with outlet.outbox({"TARGETS": {"a": {"call": f"tests.outlet.{path}"}}}):
+        outbox.publish("a", 1)
+        assert Relay("a").round().away
+    assert statuses() == ["WAITING"]
 
 
 # ---- whose turn it is
@@ -440,6 +472,26 @@ def test_command_lets_delivered_events_go_out_once_more(
     out = capsys.readouterr().out
     assert "orders: 1 events go out once more." in out
     assert "orders: 0 to be delivered" in out
+
+
+UNFIT: list[tuple[dict[str, Any], str]] = [
+    ({"url": "redis://127.0.0.1:1/0"}, "ConnectionError"),
+    ({"cache": "nope"}, "cache 'nope' is no Redis"),
+]
+
+
+@pytest.mark.parametrize(("more", "words"), UNFIT)
+def test_command_names_the_target_that_takes_nothing_and_relays_the_others(
+    more: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    away = {"stream": "orders", **more}
+    with outlet.outbox({"TARGETS": {"orders": away, **NOTED["TARGETS"]}}):
+        outbox.publish("a", 1)
+        with pytest.raises(CommandError, match=f"Target orders takes no events, .*{words}"):
+            call_command("dedupjobs_outbox", "relay")
+        assert payloads() == [1]
+        assert "target orders takes no events" in caplog.text
+        call_command("dedupjobs_outbox", "relay", "--target", "noted")
 
 
 # ---- beside a coordinator

@@ -6,7 +6,7 @@ import io
 import logging
 import string
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -392,7 +392,11 @@ def test_function_that_can_not_know_says_so_and_the_step_is_in_doubt() -> None:
     row = plays(lambda attempt: attempt.step("charge", send))
     assert deliver(row) == Status.HELD
     assert "no answer came" in JobStep.objects.get().error
+    error = job_row(row).error
     second = claimed(alter(row, status=Status.PENDING))
+    key = second.idempotency_key("charge")
+    place = f"(step 'charge', attempt 1, key {key})"
+    assert error == f"the request was sent, and no answer came {place}"
     with pytest.raises(StepInDoubt, match="no answer came"):
         second.step("charge", charge)
     assert second.step("charge", charge, check=lambda key: Done("there")) == "there"
@@ -684,9 +688,29 @@ async def fetch() -> None:
     """Nothing that a step could wait for."""
 
 
+def pages() -> Iterator[int]:
+    yield 1
+
+
 def test_async_function_is_refused_and_says_the_cure() -> None:
     with pytest.raises(StepError, match=r"fetch is async.* async_to_sync"):
         claimed(stepped.enqueue(tag="a").job).step("fetch", fetch)
+
+
+def test_generator_is_refused_before_it_counts_as_begun() -> None:
+    with pytest.raises(StepError, match=r"pages is a generator: a call of it runs nothing"):
+        claimed(stepped.enqueue(tag="a").job).step("read", pages)
+    assert states() == {}
+
+
+@pytest.mark.parametrize(
+    ("check", "words"),
+    [("look_up", r"its check 'look_up' can not be called"), (fetch, r"its check fetch is async")],
+)
+def test_check_that_can_not_answer_is_refused_at_once(check: Any, words: str) -> None:
+    with pytest.raises(StepError, match=words):
+        claimed(stepped.enqueue(tag="a").job).step("charge", charge, check=check)
+    assert (ran(), states()) == ([], {})
 
 
 @pytest.mark.parametrize(

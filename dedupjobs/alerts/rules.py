@@ -89,12 +89,16 @@ class Untold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Who gets events. ``age``: seconds since the oldest undelivered one was published."""
+    """
+    Who gets events. ``age``: seconds since the oldest undelivered one was published; ``waits``:
+    whether later events of a key wait for a dead one.
+    """
 
     name: str
     due: int = 0
     age: float = 0.0
     dead: int = 0
+    waits: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,8 +402,8 @@ def outbox_dead(sight: Sight, told: Thresholds) -> Iterable[Found]:
             yield Found(
                 subject=target.name,
                 words=f"{target.dead} event(s) for target {target.name} DEAD.",
-                cure="Later events of their keys wait for them. See the last error in the list of "
-                "events sent, then retry or drop them.",
+                cure=f"Later events of their keys {'wait for' if target.waits else 'pass'} them. "
+                "See the last error in the list of events sent, then retry or drop them.",
                 severity=Severity.WARNING,
                 weight=target.dead,
             )

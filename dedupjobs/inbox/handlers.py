@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from dedupjobs import conf, routes
+from dedupjobs import callables, conf, routes, thresholds
 from dedupjobs.envelope import Event
 from dedupjobs.exceptions import EventError
 
@@ -27,6 +27,12 @@ def handler(name: str, *, consumer: str | None = None) -> Callable[[H], H]:
         )
 
     def register(function: H) -> H:
+        if wrong := callables.why_idle(function):
+            raise EventError(
+                f"@inbox.handler({name!r}): {callables.named(function)} {wrong}, and the event "
+                "would count as applied. Give a plain function; let it enqueue a job for what is "
+                "async, or wrap that in async_to_sync()."
+            )
         known = _handlers.get((consumer, name))
         if known is not None and _path(known) != _path(function):
             raise EventError(
@@ -58,6 +64,15 @@ def find(consumer: str, name: str) -> Callable[[Event], Any] | None:
 
 def _is_only(consumer: str) -> bool:
     return list(conf.inbox().consumers) == [consumer]
+
+
+def why_unknown(consumer: str) -> str:
+    """Return a sentence about a consumer that settings lack; empty: they have it."""
+    known = conf.inbox().consumers
+    if consumer in known:
+        return ""
+    where = 'DEDUPJOBS["INBOX"]["CONSUMERS"]'
+    return f"{where} has no consumer {consumer!r}. {thresholds.hint(consumer, known)}"
 
 
 def problems() -> list[str]:

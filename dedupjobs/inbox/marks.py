@@ -25,6 +25,7 @@ from dedupjobs import conf, lifecycle, probes, signals, turns
 from dedupjobs.backoff import Exponential
 from dedupjobs.clock import DbNow, uniform
 from dedupjobs.envelope import Event
+from dedupjobs.exceptions import EventError
 from dedupjobs.inbox import handlers
 from dedupjobs.models import InboxMessage, MessageStatus
 from dedupjobs.routes import Consumer
@@ -57,9 +58,11 @@ def take(event: Event, *, consumer: str) -> Fate:
     Let the consumer's handler take an event, unless it has; say what became of it.
 
     For whoever gets events by a way of his own: acknowledge the message once this returns, or,
-    where it is FAILED, have it sent again. Raises what a database raises that is out of reach,
-    and nothing that the handler does.
+    where it is FAILED, have it sent again. Raises EventError for a consumer that settings lack,
+    what a database raises that is out of reach, and nothing that the handler does.
     """
+    if wrong := handlers.why_unknown(consumer):
+        raise EventError(wrong)
     return attend(event, consumer=consumer, again=has_failed(event, consumer))
 
 

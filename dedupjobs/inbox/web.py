@@ -9,18 +9,22 @@ POST; 413 too large; 503 the handler failed, so send it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured, RequestDataTooBig
 from django.http import HttpRequest, HttpResponse
+from django.urls import get_resolver
 from django.views.decorators.csrf import csrf_exempt
 from django.views.decorators.http import require_POST
 
 from dedupjobs import clock, conf, envelope
 from dedupjobs.exceptions import EventError, SignatureError
-from dedupjobs.inbox import marks
+from dedupjobs.inbox import handlers, marks
 from dedupjobs.inbox.marks import Fate
 
+MARK = "dedupjobs_consumer"  # of a view, and of what is wrapped around it
 TRY_LATER = "5"  # seconds, for who sends events that failed
 
 
@@ -30,8 +34,10 @@ def receive(request: HttpRequest, *, consumer: str) -> Fate:
 
     Raises SignatureError, EventError, and what a database raises that is out of reach.
     """
-    options = conf.inbox().consumers.get(consumer)
-    if options is None or not options.secrets:
+    if wrong := handlers.why_unknown(consumer):
+        raise ImproperlyConfigured(wrong)
+    options = conf.inbox().consumers[consumer]
+    if not options.secrets:
         raise ImproperlyConfigured(
             f'DEDUPJOBS["INBOX"]["CONSUMERS"][{consumer!r}] has no secrets, so nobody can tell who '
             'sends its events. Give "secrets".'
@@ -67,7 +73,33 @@ def webhook_view(consumer: str) -> Callable[[HttpRequest], HttpResponse]:
             return answer
         return HttpResponse(status=204)
 
+    setattr(view, MARK, consumer)
     return view
+
+
+def problems() -> list[str]:
+    """Return a sentence per view of the project's addresses whose consumer settings lack."""
+    if not getattr(settings, "ROOT_URLCONF", None):
+        return []
+    known = conf.inbox().consumers
+    asked: set[Any] = {getattr(view, MARK, None) for view in _views(get_resolver())} - {
+        None,
+        *known,
+    }
+    names = ", ".join(known) or "none"
+    return [
+        f"webhook_view({consumer!r}) stands in the URLs, and INBOX['CONSUMERS'] lacks this "
+        f"consumer (there: {names})."
+        for consumer in sorted(asked)
+    ]
+
+
+def _views(resolver: Any) -> Iterator[Any]:
+    for pattern in resolver.url_patterns:
+        if hasattr(pattern, "url_patterns"):
+            yield from _views(pattern)
+        else:
+            yield pattern.callback
 
 
 def _said(status: int, words: object) -> HttpResponse:

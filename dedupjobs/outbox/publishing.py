@@ -43,7 +43,12 @@ def publish_many(events: Iterable[Mapping[str, Any]]) -> list[str]:
     return _store([_row(**_known(event)) for event in events])
 
 
-def _known(event: Mapping[str, Any]) -> dict[str, Any]:
+def _known(event: Any) -> dict[str, Any]:
+    if not isinstance(event, Mapping):
+        raise EventError(
+            f"An event is {repr(event)[:80]}; give dicts of publish()'s arguments, such as "
+            '{"name": "order.paid", "payload": {"order": 7}}.'
+        )
     arguments = {"payload": None, "key": "", "ordered": None, **event}
     unknown = sorted(set(arguments) - {"name", "payload", "key", "ordered"})
     if unknown or "name" not in arguments:
@@ -58,6 +63,8 @@ def _row(name: str, payload: Any, key: str | int, ordered: bool | None) -> Outbo
     """Return the event without a target."""
     if not routes.is_event_name(name):
         raise EventError(f"The event's name is {name!r}; {GRAMMAR}")
+    if type(ordered) not in (bool, type(None)):
+        raise EventError(f"{name}: ordered={repr(ordered)[:80]}; give True, False or None.")
     key = _key(name, key)
     if ordered and not key:
         raise EventError(

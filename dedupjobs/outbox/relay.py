@@ -40,12 +40,12 @@ MARGIN = timedelta(minutes=5)  # by which a Redis's clock may differ from the da
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What one round did. ``mine``: False, another process has the turn."""
+    """What one round did. ``mine``: False, another process has the turn; ``away``: why."""
 
     mine: bool = True
     sent: int = 0
     failed: int = 0
-    away: bool = False
+    away: str = ""
     more: bool = False
 
 
@@ -89,7 +89,7 @@ class Relay:
             return Round(more=True)
         except Unavailable as error:
             signals.tell(signals.target_away, self.name, error=error)
-            return Round(away=True)
+            return Round(away=str(error))
         if not batch:
             return Round()
         probes.reach("relay.after")
@@ -138,16 +138,19 @@ def _moment_of(entry: str) -> datetime | None:
 
 def relay_all(*, most: int = 10_000) -> int:
     """Send what waits for all targets, until nothing is due; return how many were delivered."""
-    total = 0
-    for name in conf.outbox().targets:
-        relay = Relay(name)
-        for _ in range(most):
-            done = relay.round()
-            total += done.sent
-            if not done.more:
-                break
-        turns.give(relay.turn, relay.owner)
-    return total
+    return sum(relay_one(name, most=most)[0] for name in conf.outbox().targets)
+
+
+def relay_one(name: str, *, most: int = 10_000) -> tuple[int, str]:
+    """Do so for one target; return how many, and why it takes no more, if it is away."""
+    relay, total, away = Relay(name), 0, ""
+    for _ in range(most):
+        done = relay.round()
+        total, away = total + done.sent, done.away
+        if not done.more:
+            break
+    turns.give(relay.turn, relay.owner)
+    return total, away
 
 
 # ---- beside the ticks of a coordinator
@@ -221,4 +224,4 @@ def _round(relay: Relay) -> Round:
     except Exception as error:  # tried again, with a fresh connection
         signals.tell(signals.coordinator_failed, "", error=error)
         connections.close_all()
-        return Round(away=True)
+        return Round(away=type(error).__name__)

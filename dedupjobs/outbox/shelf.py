@@ -14,7 +14,7 @@ All of it happens in transactions that hold the target's turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -35,6 +35,7 @@ AGAIN_PAGE = 5_000  # rows that are made to go out again by one statement
 LONGEST_ERROR = 2_000  # characters
 
 GOING = (EventStatus.WAITING, EventStatus.RETRYING, EventStatus.BEHIND)
+STOPPED = (EventStatus.RETRYING, EventStatus.DEAD)
 OVER = (EventStatus.DELIVERED, EventStatus.DROPPED)
 
 
@@ -231,36 +232,36 @@ def take_up_again(turn: Turn, name: str) -> None:
 
 def retry(pk: int) -> bool:
     """DEAD or RETRYING → due at once, with fresh tries; False: it is something else by now."""
-    return _acted(pk, (EventStatus.DEAD, EventStatus.RETRYING), _retry)
+    return _acted(pk, EventStatus.RETRYING, lambda _: STOPPED, tries=0)
 
 
 def drop(pk: int) -> bool:
-    """DEAD or RETRYING → DROPPED, and those behind it go on; False: it is something else."""
-    return _acted(pk, (EventStatus.DEAD, EventStatus.RETRYING), _drop)
+    """
+    DEAD or RETRYING → DROPPED, and those behind it go on; False: it is something else.
+
+    Of a target that is not in the settings any more, whatever is not delivered yet.
+    """
+    return _acted(pk, EventStatus.DROPPED, _droppable)
 
 
-def _retry(row: OutboxEvent) -> None:
-    changes: dict[str, Any] = {"tries": 0, "due_at": DbNow()}
-    rows(row.target).filter(pk=row.pk).update(status=EventStatus.RETRYING, **changes)
+def _droppable(target: str) -> tuple[EventStatus, ...]:
+    return STOPPED if target in conf.outbox().targets else (*GOING, EventStatus.DEAD)
 
 
-def _drop(row: OutboxEvent) -> None:
-    rows(row.target).filter(pk=row.pk).update(status=EventStatus.DROPPED, due_at=DbNow())
-    if row.ordered:
-        target = conf.outbox().targets.get(row.target, Target())
-        promote(row.target, target, [row.key])
-
-
-def _acted(pk: int, statuses: tuple[EventStatus, ...], act: Any) -> bool:
+def _acted(
+    pk: int, status: EventStatus, allowed: Callable[[str], tuple[EventStatus, ...]], **changes: Any
+) -> bool:
     found = OutboxEvent._base_manager.using(lifecycle.alias()).filter(pk=pk)
-    target = found.values_list("target", flat=True).first()
-    if target is None:
+    place = found.values_list("target", "ordered", "key").first()
+    if place is None:
         return False
+    target, ordered, key = place
     with turns.anybodys(turns.sending(target)):
-        row = found.filter(status__in=statuses).first()
-        if row is not None:
-            act(row)
-    return row is not None
+        known = found.filter(status__in=allowed(target))
+        done = known.update(status=status, due_at=DbNow(), **changes)
+        if done and status == EventStatus.DROPPED and ordered:
+            promote(target, conf.outbox().targets.get(target, Target()), [key])
+    return bool(done)
 
 
 # ---- retention

@@ -14,7 +14,7 @@ from typing import Any
 from django.utils.module_loading import import_string
 from redis.exceptions import RedisError
 
-from dedupjobs import clock, envelope, posting, signals, streams
+from dedupjobs import callables, clock, envelope, posting, signals, streams
 from dedupjobs.envelope import FIELDS, Event
 from dedupjobs.exceptions import Unavailable
 from dedupjobs.outbox.shelf import Post, Sent
@@ -53,8 +53,8 @@ def _add(target: Target, batch: Sequence[Post], after: Place) -> Place:
     for post in batch:
         for name, word in zip(FIELDS, post.event.words(), strict=True):
             words += (name, word)
+    redis = streams.client(cache=target.cache, url=target.url)
     try:
-        redis = streams.client(cache=target.cache, url=target.url)
         added, last = streams.add(
             redis,
             target.stream or "",
@@ -96,7 +96,7 @@ def _one_by_one(batch: Sequence[Post], deliver: Callable[[Event], object]) -> Se
 
 
 def sender_of(target: Target) -> Callable[[Event], object]:
-    """Return what delivers one event; Unavailable: the function can not be imported."""
+    """Return what delivers one event; Unavailable: there is no function that does."""
     if target.webhook:
         return _hook(target)
     if target.signal:
@@ -110,6 +110,8 @@ def _imported(path: str) -> Callable[[Event], object]:
         found: Callable[[Event], object] = import_string(path)
     except ImportError as error:
         raise Unavailable(f"{path}: {error}") from error
+    if wrong := callables.why_idle(found):
+        raise Unavailable(f"{path} {wrong}, and the event would count as delivered")
     return found
 
 

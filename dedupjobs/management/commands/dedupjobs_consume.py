@@ -6,10 +6,12 @@ from argparse import ArgumentParser
 from functools import partial
 from typing import Any
 
-from django.core.management.base import BaseCommand
+from django.core.management.base import BaseCommand, CommandError
 from django.db import connections
+from redis.exceptions import RedisError
 
 from dedupjobs import clock, conf, vitals
+from dedupjobs.exceptions import Unavailable
 from dedupjobs.inbox.reading import Reader
 from dedupjobs.management import asked
 
@@ -65,8 +67,13 @@ class Command(BaseCommand):
     def _once(self, readers: list[Reader]) -> None:
         for reader in readers:
             total = 0
-            while done := sum(reader.round(block=0.05).values()):
-                total += done
+            try:
+                while done := sum(reader.round(block=0.05).values()):
+                    total += done
+            except (RedisError, OSError, Unavailable) as error:
+                raise CommandError(
+                    f"Consumer {reader.consumer} can not read stream {reader.stream!r}: {error}"
+                ) from error
             reader.leave()
             self.stdout.write(f"{reader.consumer}: {total} messages.")
 

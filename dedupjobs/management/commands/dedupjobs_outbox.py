@@ -4,7 +4,7 @@ from argparse import ArgumentParser
 from datetime import datetime
 from typing import Any
 
-from django.core.management.base import BaseCommand
+from django.core.management.base import BaseCommand, CommandError
 
 from dedupjobs import conf, lifecycle, traffic, turns
 from dedupjobs.management import asked
@@ -34,7 +34,7 @@ class Command(BaseCommand):
             asked.one_of("--target", options["target"], known, what="no such target")
         names = [options["target"]] if options["target"] else known
         if options["action"] == "relay":
-            self.stdout.write(f"{relay.relay_all()} events delivered.")
+            self._relay([name for name in names if name in conf.outbox().targets])
             return
         now = lifecycle.database_now()
         if options["action"] == "status":
@@ -47,6 +47,17 @@ class Command(BaseCommand):
             with turns.anybodys(turns.sending(name)):
                 number = shelf.again(name, since=since)
             self.stdout.write(f"{name}: {number} events go out once more.")
+
+    def _relay(self, names: list[str]) -> None:
+        done = {name: relay.relay_one(name) for name in names}
+        self.stdout.write(f"{sum(sent for sent, _ in done.values())} events delivered.")
+        away = [
+            f"Target {name} takes no events, they wait: {why}"
+            for name, (_, why) in done.items()
+            if why
+        ]
+        if away:
+            raise CommandError("\n".join(away))
 
 
 def _words(seen: Outgoing, now: datetime) -> str:
