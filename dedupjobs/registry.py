@@ -223,14 +223,14 @@ class Job(Generic[P, R]):
         """
         Return this job with other settings for some calls: ``job.using(...).enqueue(...)``.
 
-        ``run_after``: an aware datetime, or a delay as a timedelta or seconds. ``key``: stands
-        for the whole key instead of the job's ``key=``.
+        ``run_after``: an aware datetime, or a delay as a timedelta or seconds. ``key``: text that
+        stands for the whole key instead of the job's ``key=``, however long.
         """
         return Variant(
             job=self,
             queue=None if queue_name is None else _text(queue_name, "queue_name"),
             run_after=_moment(run_after),
-            key=None if key is None else _text(key, "key"),
+            key=None if key is None else whole_key(key, "key"),
         )
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -727,6 +727,15 @@ def _text(value: Any, what: str) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= LONGEST_TEXT:
         raise JobDefinitionError(
             f"{what}={value!r}; give a string of 1 to {LONGEST_TEXT} characters"
+        )
+    return value
+
+
+def whole_key(value: Any, what: str) -> str:
+    """Return the key of a call as it was given, however long: the hash covers all of it."""
+    if not isinstance(value, str) or not value.strip():
+        raise JobDefinitionError(
+            f"{what}={value!r}; give text that makes two calls the same work, as 'payment:7'"
         )
     return value
 

@@ -492,6 +492,13 @@ def test_key_may_be_given_for_one_call() -> None:
     assert row_of(keyed.enqueue("a")).key == "invoice:7"
     assert tasks.record.call_key is None
     assert keyed.using(priority=1).call_key == "invoice:7"
+    assert tasks.record.using(dedup_key="k" * 3_000).enqueue("a").created
+
+
+@pytest.mark.parametrize("wrong", ["", " ", 7, b"x", ...])
+def test_key_of_a_call_that_is_no_text_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidTask, match=r"dedup_key=.*; give text that makes two calls"):
+        tasks.record.using(dedup_key=wrong)
 
 
 def test_key_of_one_call_is_held_while_active() -> None:
