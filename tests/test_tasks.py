@@ -476,6 +476,19 @@ def test_key_may_be_names_or_a_function_of_the_arguments() -> None:
         tasks.remind.enqueue(7, "2026-11-29T11")
 
 
+def test_fingerprint_may_name_those_that_have_to_be_equal() -> None:
+    made = unique_task(key="{tag}", fingerprint=("tag",))(tasks.record.func)
+    assert made.enqueue("a", text="one").created
+    assert made.enqueue("a", text="other").kind is Kind.DUPLICATE
+
+
+def test_call_that_misfits_is_shown_the_functions_own_arguments() -> None:
+    with pytest.raises(TypeError, match=r"mail\(user: 'int', text: 'str' = ''\) -> 'str': missing"):
+        tasks.mail.enqueue()
+    with pytest.raises(TypeError, match=r"''\) -> 'str': got an unexpected .* 'nobody'"):
+        registry.get(tasks.mail.module_path).status(nobody=7)
+
+
 def test_dead_task_that_keeps_its_key_answers_with_its_failure() -> None:
     run(tasks.fail_and_block, "a")
     again = tasks.fail_and_block.enqueue("a")
@@ -548,7 +561,10 @@ def test_decorator_that_can_not_carry_a_key_says_so() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"key": "mail:{nobody}"}, "names 'nobody'; its arguments are: tag"),
+        ({"key": "mail:{nobody}"}, "names 'nobody'; its arguments are: tag$"),
+        ({"key": "mail:{_call}"}, "names '_call'; its arguments are: tag$"),
+        ({"key": "{tag}", "scope": "nobody"}, "scope='nobody' is no argument; there are: tag$"),
+        ({"key": "{tag}", "fingerprint": ("_call",)}, "'_call', which is no argument"),
         ({"key": "same"}, "names no argument"),
         ({"key": "{tag}", "unique_for": -1}, "unique_for=-1"),
         ({"key": "{tag}", "max_attempts": 0}, "max_attempts=0"),
