@@ -273,7 +273,8 @@ class Trace:
     Where one RQ id stands on its queue's server.
 
     ``place``: from 0, of ``length`` in the queue; None: not among the first TRACED. ``registries``:
-    RQ's registries that name it. ``status``: what its hash says; None: there is no hash.
+    RQ's registries that name it, without those whose time for it is over. ``status``: what its
+    hash says; None: there is no hash.
     """
 
     place: int | None
@@ -311,7 +312,9 @@ def trace(queue: str, dispatch_id: str) -> Trace:
         pipe.hget(f"rq:job:{dispatch_id}", "status")
         for name in _REGISTRIES:
             pipe.zscore(f"rq:{name}:{queue}", dispatch_id)
-        place, length, popped, started, status, *scores = pipe.execute(raise_on_error=False)
+        pipe.time()  # last: a hash that is seen to have ended was named until then at most
+        answers = pipe.execute(raise_on_error=False)
+    place, length, popped, started, status, *scores, seconds = answers
     return Trace(
         place=place if isinstance(place, int) else None,
         length=length if isinstance(length, int) else 0,
@@ -320,13 +323,19 @@ def trace(queue: str, dispatch_id: str) -> Trace:
         registries=tuple(
             name
             for name, score in zip(_REGISTRIES, scores, strict=True)
-            if isinstance(score, float)
+            if isinstance(score, float) and not _is_over(name, score, seconds)
         ),
         status=_text(status) if isinstance(status, (bytes, str)) else None,
     )
 
 
 _REGISTRIES = ("finished", "failed", "deferred", "scheduled", "canceled")
+_ENDING = ("finished", "failed")  # a score there is the second in which the entry ends
+
+
+def _is_over(registry: str, score: float, seconds: Any) -> bool:
+    """Whether RQ, which cleans up now and then, has merely not removed an entry yet."""
+    return registry in _ENDING and isinstance(seconds, (tuple, list)) and score <= float(seconds[0])
 
 
 def _listed(answer: Any) -> list[Any]:

@@ -287,6 +287,18 @@ _REVIVERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 # ---- keys
 
 
+class Hidden(inspect.Parameter):
+    """A parameter that callers do not give themselves: no key is made of it, no error shows it."""
+
+    __slots__ = ()
+
+
+def visible(signature: inspect.Signature) -> inspect.Signature:
+    """Return a signature without what is hidden."""
+    shown = [p for p in signature.parameters.values() if not isinstance(p, Hidden)]
+    return signature.replace(parameters=shown)
+
+
 def scope_of(value: Any, name: str) -> str:
     """Return the tenant as text; ``name`` is the argument that names it, for the error."""
     if value is None or value == "":
@@ -417,8 +429,9 @@ def _function(
 
 
 def _known(name: str, signature: inspect.Signature, job: str, where: str) -> None:
-    if name not in signature.parameters:
-        known = ", ".join(signature.parameters) or "none"
+    parameters = visible(signature).parameters
+    if name not in parameters:
+        known = ", ".join(parameters) or "none"
         raise JobDefinitionError(f"{job}: {where} names {name!r}; its arguments are: {known}")
 
 

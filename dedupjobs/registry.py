@@ -223,14 +223,14 @@ class Job(Generic[P, R]):
         """
         Return this job with other settings for some calls: ``job.using(...).enqueue(...)``.
 
-        ``run_after``: an aware datetime, or a delay as a timedelta or seconds. ``key``: stands
-        for the whole key instead of the job's ``key=``.
+        ``run_after``: an aware datetime, or a delay as a timedelta or seconds. ``key``: text that
+        stands for the whole key instead of the job's ``key=``, however long.
         """
         return Variant(
             job=self,
             queue=None if queue_name is None else _text(queue_name, "queue_name"),
             run_after=_moment(run_after),
-            key=None if key is None else _text(key, "key"),
+            key=None if key is None else whole_key(key, "key"),
         )
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -238,7 +238,7 @@ class Job(Generic[P, R]):
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{self.name}{self.signature}: {error}") from None
+            raise TypeError(f"{self.name}{keys.visible(self.signature)}: {error}") from None
         bound.apply_defaults()
         return dict(bound.arguments)
 
@@ -285,7 +285,7 @@ class Job(Generic[P, R]):
         try:
             bound = self.signature.bind_partial(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{self.name}{self.signature}: {error}") from None
+            raise TypeError(f"{self.name}{keys.visible(self.signature)}: {error}") from None
         bound.apply_defaults()
         values = bound.arguments
         try:
@@ -313,7 +313,7 @@ class Job(Generic[P, R]):
         try:
             self.signature.bind(*bound.args, **bound.kwargs)
         except TypeError as error:
-            raise ArgumentError(f"{self.name}{self.signature}: {error}") from None
+            raise ArgumentError(f"{self.name}{keys.visible(self.signature)}: {error}") from None
         bound.apply_defaults()
         return bound
 
@@ -622,8 +622,9 @@ def _unique_for(key: Any, value: Any, job: str) -> timedelta | None:
 
 
 def _argument(name: str, signature: inspect.Signature, job: str) -> str:
-    if name and name not in signature.parameters:
-        known = ", ".join(signature.parameters) or "none"
+    parameters = keys.visible(signature).parameters
+    if name and name not in parameters:
+        known = ", ".join(parameters) or "none"
         raise JobDefinitionError(f"{job}: scope={name!r} is no argument; there are: {known}")
     return name
 
@@ -632,7 +633,7 @@ def _arguments(
     names: tuple[str, ...] | None, signature: inspect.Signature, job: str
 ) -> tuple[str, ...] | None:
     for name in names or ():
-        if name not in signature.parameters:
+        if name not in keys.visible(signature).parameters:
             raise JobDefinitionError(f"{job}: fingerprint names {name!r}, which is no argument")
     return names
 
@@ -727,6 +728,15 @@ def _text(value: Any, what: str) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= LONGEST_TEXT:
         raise JobDefinitionError(
             f"{what}={value!r}; give a string of 1 to {LONGEST_TEXT} characters"
+        )
+    return value
+
+
+def whole_key(value: Any, what: str) -> str:
+    """Return the key of a call as it was given, however long: the hash covers all of it."""
+    if not isinstance(value, str) or not value.strip():
+        raise JobDefinitionError(
+            f"{what}={value!r}; give text that makes two calls the same work, as 'payment:7'"
         )
     return value
 

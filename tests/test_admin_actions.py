@@ -318,6 +318,35 @@ def test_lost_message_is_sent_again(admin_client: Client, redis_client: redis.Re
     assert "All stores agree" in admin_client.get(address("change", row.pk)).content.decode()
 
 
+ENDED = {"dedupjobs_gone": 1e9}  # in 2001
+ENDS_LATER = {"dedupjobs_gone": 4e9}  # in 2096
+
+
+@committing
+@pytest.mark.parametrize(
+    ("registry", "entry", "drifts"),
+    [
+        ("finished", ENDED, False),
+        ("failed", ENDED, False),
+        ("finished", ENDS_LATER, True),
+        ("canceled", ENDED, True),  # its score is no end
+        ("wip", {"dedupjobs_gone:execution": 1e9}, True),
+    ],
+)
+def test_entry_that_rq_has_not_cleaned_up_yet_is_no_drift(
+    admin_client: Client,
+    redis_client: redis.Redis,
+    registry: str,
+    entry: dict[str, float],
+    drifts: bool,
+) -> None:
+    row = make(Status.SUCCEEDED, dispatch_id="dedupjobs_gone")
+    redis_client.zadd(f"rq:{registry}:default", entry)
+    page = admin_client.get(address("change", row.pk)).content.decode()
+    assert ("which has no hash any more" in page) is drifts
+    assert ("All stores agree" in page) is not drifts
+
+
 @committing
 def test_registry_entry_without_hash_is_removed(
     admin_client: Client, redis_client: redis.Redis

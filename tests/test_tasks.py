@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import django
@@ -20,7 +21,7 @@ from django.db import transaction
 from django.test.utils import override_settings
 from django.utils import timezone
 
-from dedupjobs import FOREVER, lifecycle, operations, registry
+from dedupjobs import FOREVER, backends, lifecycle, operations, registry
 from dedupjobs.backends import DedupBackend, DedupTask, framework, unique_task
 from dedupjobs.backends.framework import (
     InvalidTask,
@@ -475,6 +476,19 @@ def test_key_may_be_names_or_a_function_of_the_arguments() -> None:
         tasks.remind.enqueue(7, "2026-11-29T11")
 
 
+def test_fingerprint_may_name_those_that_have_to_be_equal() -> None:
+    made = unique_task(key="{tag}", fingerprint=("tag",))(tasks.record.func)
+    assert made.enqueue("a", text="one").created
+    assert made.enqueue("a", text="other").kind is Kind.DUPLICATE
+
+
+def test_call_that_misfits_is_shown_the_functions_own_arguments() -> None:
+    with pytest.raises(TypeError, match=r"mail\(user: 'int', text: 'str' = ''\) -> 'str': missing"):
+        tasks.mail.enqueue()
+    with pytest.raises(TypeError, match=r"''\) -> 'str': got an unexpected .* 'nobody'"):
+        registry.get(tasks.mail.module_path).status(nobody=7)
+
+
 def test_dead_task_that_keeps_its_key_answers_with_its_failure() -> None:
     run(tasks.fail_and_block, "a")
     again = tasks.fail_and_block.enqueue("a")
@@ -492,6 +506,13 @@ def test_key_may_be_given_for_one_call() -> None:
     assert row_of(keyed.enqueue("a")).key == "invoice:7"
     assert tasks.record.call_key is None
     assert keyed.using(priority=1).call_key == "invoice:7"
+    assert tasks.record.using(dedup_key="k" * 3_000).enqueue("a").created
+
+
+@pytest.mark.parametrize("wrong", ["", " ", 7, b"x", ...])
+def test_key_of_a_call_that_is_no_text_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidTask, match=r"dedup_key=.*; give text that makes two calls"):
+        tasks.record.using(dedup_key=wrong)
 
 
 def test_key_of_one_call_is_held_while_active() -> None:
@@ -540,7 +561,10 @@ def test_decorator_that_can_not_carry_a_key_says_so() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"key": "mail:{nobody}"}, "names 'nobody'; its arguments are: tag"),
+        ({"key": "mail:{nobody}"}, "names 'nobody'; its arguments are: tag$"),
+        ({"key": "mail:{_call}"}, "names '_call'; its arguments are: tag$"),
+        ({"key": "{tag}", "scope": "nobody"}, "scope='nobody' is no argument; there are: tag$"),
+        ({"key": "{tag}", "fingerprint": ("_call",)}, "'_call', which is no argument"),
         ({"key": "same"}, "names no argument"),
         ({"key": "{tag}", "unique_for": -1}, "unique_for=-1"),
         ({"key": "{tag}", "max_attempts": 0}, "max_attempts=0"),
@@ -599,12 +623,19 @@ CHECKED: list[tuple[dict[str, Any], str, str]] = [
     ({"OPTIONS": {"key": "no.such.function"}}, "E025", 'Give None, "arguments"'),
     ({"OPTIONS": {"unique_for": "1h"}}, "E025", "Give FOREVER, seconds"),
     ({"OPTIONS": {"priorities": {"10": "high"}}}, "E025", "Give {lowest priority: queue}"),
-    ({"OPTIONS": {"modules": "tests"}}, "E025", "Give module paths"),
-    ({"OPTIONS": {"job": {"max_attempt": 3}}}, "E025", "Give options of @job"),
-    ({"OPTIONS": {"job": 3}}, "E025", "Give options of @job"),
+    ({"OPTIONS": {"modules": "tests.app"}}, "E025", "['tests.app']. Give module paths"),
+    ({"OPTIONS": {"modules": 7}}, "E025", "Give module paths"),
+    ({"OPTIONS": {"modules": ["tests.nope"]}}, "E025", "There is no module 'tests.nope'. Give"),
+    ({"OPTIONS": {"modules": ["nope.nope", "re"]}}, "E025", "There is no module 'nope.nope'."),
+    ({"OPTIONS": {"modules": ["re.nope"]}}, "E025", "There is no module 're.nope'."),
+    ({"OPTIONS": {"modules": ["", ".app", 7]}}, "E025", "There is no module '', '.app', 7."),
+    ({"OPTIONS": {"job": {"max_attemps": 3}}}, "E025",
+     "unknown option max_attemps; did you mean 'max_attempts'? Give options of @job"),
+    ({"OPTIONS": {"job": {"timeout": -1}}}, "E025", "timeout=-1; give 0.1 s to 366 days"),
+    ({"OPTIONS": {"job": 3}}, "E025", "It is no dict. Give options of @job"),
     ({"OPTIONS": {"priorities": {1: "hihg"}}}, "E026", "Did you mean 'high'?"),
     ({"QUEUES": ["mail"]}, "E026", "Known: default, high, low."),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("params", "number", "cure"), CHECKED)
@@ -618,6 +649,37 @@ def test_wrong_setting_is_a_check_with_its_cure(
         assert cure in str(found[0].hint)
         with pytest.raises((ImproperlyConfigured, InvalidTask)):
             tasks.echo.enqueue()
+
+
+@pytest.mark.parametrize("modules", ["tests.app", 7, ["tests.nope", "nope.nope", "re.nope", ""]])
+def test_modules_that_are_none_are_left_to_the_check(modules: Any) -> None:
+    options = {"modules": modules}
+    with override_settings(TASKS={"default": {"BACKEND": BACKEND, "OPTIONS": options}}):
+        backends.load_modules()
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "broken"),
+    [
+        ("shop_a", "shop_a", "__init__"),
+        ("shop_b", "shop_b.tasks", "__init__"),
+        ("shop_c", "shop_c.tasks", "tasks"),
+    ],
+)
+def test_error_inside_a_module_that_is_there_stays_what_it_is(
+    package: str, module: str, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / package).mkdir()
+    for name in ("__init__", "tasks"):
+        text = "import nowhere_at_all" if name == broken else ""
+        (tmp_path / package / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"modules": [module]}
+    with (
+        override_settings(TASKS={"default": {"BACKEND": BACKEND, "OPTIONS": options}}),
+        pytest.raises(ModuleNotFoundError, match="nowhere_at_all"),
+    ):
+        backends.load_modules()
 
 
 def test_right_settings_have_no_finding() -> None:

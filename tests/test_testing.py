@@ -7,7 +7,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -219,6 +220,56 @@ def test_job_survives_the_loss_of_redis() -> None:
     assert job_row(outcome.job).dispatched_at is None  # so the coordinator hands it over
     assert run_pending() == 1
     assert job_row(outcome.job).status == Status.SUCCEEDED
+
+
+@contextmanager
+def loss_around(helper: Callable[[], AbstractContextManager[Calls]]) -> Iterator[None]:
+    with simulate_redis_loss(), helper():
+        yield
+
+
+@contextmanager
+def loss_inside(helper: Callable[[], AbstractContextManager[Calls]]) -> Iterator[None]:
+    with helper(), simulate_redis_loss():
+        yield
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("loss", [loss_around, loss_inside])
+@pytest.mark.parametrize("helper", [inline, captured_jobs])
+def test_locks_are_missed_in_the_loss_of_redis_whatever_other_block_is_open(
+    loss: Callable[..., AbstractContextManager[None]],
+    helper: Callable[[], AbstractContextManager[Calls]],
+) -> None:
+    with loss(helper):
+        assert jobs.refuse_unlocked.enqueue(tag="refused").kind is Kind.BLOCKED
+        outcome = jobs.record_if_locked.enqueue(tag="waits")
+        jobs.record.enqueue(tag="by the rows")
+        jobs.record_freely.enqueue(tag="free")
+        run_pending()
+        assert run_pending() == 0
+        assert job_row(outcome.job).status == Status.PENDING
+        assert (effects("by the rows"), effects("free")) == (1, 1)
+    run_pending()
+    assert job_row(outcome.job).status == Status.SUCCEEDED
+
+
+@pytest.mark.django_db(transaction=True)
+def test_job_that_waited_for_redis_runs_inline_once_the_loss_is_over() -> None:
+    with inline():
+        with simulate_redis_loss():
+            jobs.record_if_locked.enqueue(tag="waits")
+        assert effects("waits") == 0
+        jobs.record.enqueue(tag="next")
+        assert effects("waits") == 1
+        assert jobs.refuse_unlocked.enqueue(tag="a").created
+
+
+@pytest.mark.django_db(transaction=True)
+def test_job_that_waits_for_redis_counts_as_no_attempt_that_ran() -> None:
+    with simulate_redis_loss():
+        jobs.record_if_locked.enqueue(tag="waits")
+        assert run_pending() == 0
 
 
 # ---- captured calls

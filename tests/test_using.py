@@ -222,10 +222,19 @@ def test_key_of_a_call_of_a_job_without_keys_deduplicates_and_compares() -> None
         keyed.enqueue(tag="b")  # else somebody is told "done" about other work
 
 
-@pytest.mark.parametrize("wrong", ["", 7])
+@pytest.mark.parametrize("wrong", ["", " \n", 7, b"x"])
 def test_key_that_is_no_text_is_refused(wrong: Any) -> None:
-    with pytest.raises(JobDefinitionError, match="key"):
+    with pytest.raises(JobDefinitionError, match=r"key=.*; give text that makes two calls"):
         jobs.record.using(key=wrong)
+
+
+def test_long_key_counts_as_a_whole_and_is_cut_only_where_it_is_shown() -> None:
+    long = "k" * 3_000
+    for key in (long, f"{long}!"):
+        assert jobs.record.using(key=key).enqueue(tag="a").created
+        assert not jobs.record.using(key=key).enqueue(tag="a").created
+        assert jobs.record.enqueue(tag=key).created  # as a template's key may be
+    assert {len(row.key) for row in ProcessedJob.objects.all()} == {200}
 
 
 # ---- together

@@ -122,7 +122,7 @@ class DedupBackend(BaseTaskBackend):
             raise InvalidTask(str(error)) from error
 
     def _declared(self, task: Any) -> entries.Declared:
-        key, window = task.dedup_key, task.unique_for
+        key, window, job = task.dedup_key, task.unique_for, self.options.get("job")
         if key is AS_CONFIGURED:
             key = self._default_key()
         if window is AS_CONFIGURED:
@@ -130,7 +130,7 @@ class DedupBackend(BaseTaskBackend):
         return entries.Declared(
             key=key,
             unique_for=None if key is None else window,
-            options={**self.options.get("job", {}), **dict(task.job_options)},
+            options={**(job if isinstance(job, Mapping) else {}), **dict(task.job_options)},
         )
 
     def _default_key(self) -> Any:
@@ -156,7 +156,7 @@ def load_modules() -> None:
     for alias in settings.TASKS:
         backend: Any = task_backends[alias]
         if isinstance(backend, DedupBackend):
-            for module in backend.options.get("modules", ()):
+            for module in options.modules(backend.options):
                 import_module(module)
 
 

@@ -35,5 +35,5 @@ def signature_of(task: Any) -> inspect.Signature:
     signature = inspect.signature(task.func)
     parameters = list(signature.parameters.values())[1 if task.takes_context else 0 :]
     at = next((i for i, p in enumerate(parameters) if p.kind is p.VAR_KEYWORD), len(parameters))
-    parameters.insert(at, inspect.Parameter(SHAPE, inspect.Parameter.KEYWORD_ONLY, default=None))
+    parameters.insert(at, keys.Hidden(SHAPE, keys.Hidden.KEYWORD_ONLY, default=None))
     return signature.replace(parameters=parameters)

@@ -12,7 +12,7 @@ from typing import Any
 from django.apps import apps
 from django.utils.module_loading import import_string
 
-from dedupjobs import registry
+from dedupjobs import keys, registry
 from dedupjobs.backends import results
 from dedupjobs.backends.arguments import SHAPE, signature_of
 from dedupjobs.backends.framework import TaskContext, normalize_json
@@ -40,12 +40,11 @@ def register(name: str, task: Any, declared: Declared) -> Job[..., Any]:
     run, signature = _entry(task), signature_of(task)
     run.__dict__.update(task=task, declared=declared, __signature__=signature)
     window = {} if declared.key is None else {"unique_for": declared.unique_for}
+    passed = tuple(keys.visible(signature).parameters)
     made: Job[..., Any] = registry.job(
         key=_of_arguments(declared.key),
         name=name,
-        fingerprint=tuple(parameter for parameter in signature.parameters if parameter != SHAPE),
-        **window,
-        **declared.options,
+        **{"fingerprint": passed, **window, **declared.options},
     )(run)
     return made
 

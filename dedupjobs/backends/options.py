@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from django.core import checks
@@ -33,7 +35,8 @@ def _mistakes(options: Mapping[str, Any], queues: Iterable[str]) -> Iterator[tup
         yield "E024", f"OPTIONS[{name!r}] is no option.", hint
     for name, (fits, cure) in _FITS.items():
         if name in options and not fits(options[name]):
-            yield "E025", f"OPTIONS[{name!r}] = {options[name]!r} does not fit.", cure
+            why = _WHY[name](options[name]) if name in _WHY else ""
+            yield "E025", f"OPTIONS[{name!r}] = {options[name]!r} does not fit.", why + cure
     there = dispatch.queue_names()  # E004 tells where there is none
     for queue in sorted({*queues, *_mapped(options)} - set(there)) if there else ():
         near = difflib.get_close_matches(queue, there, 1, 0.5)
@@ -69,16 +72,48 @@ def _is_levels(value: Any) -> bool:
     )
 
 
+def modules(options: Mapping[str, Any]) -> list[str]:
+    """Return the modules to import; a check tells of those that are none."""
+    given = options.get("modules", ())
+    return [path for path in given if _is_module(path)] if isinstance(given, (list, tuple)) else []
+
+
 def _is_modules(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value)
+    return isinstance(value, (list, tuple)) and all(map(_is_module, value))
+
+
+def _is_module(path: Any) -> bool:
+    """Whether there is such a module; raises what a package on the way to it raises."""
+    if not (isinstance(path, str) and all(part.isidentifier() for part in path.split("."))):
+        return False
+    try:
+        return path in sys.modules or find_spec(path) is not None
+    except ModuleNotFoundError as error:
+        if not f"{path}.".startswith(f"{error.name}."):
+            raise
+        return False
+
+
+def _no_modules(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        missing = [repr(path) for path in value if not _is_module(path)]
+        return f"There is no module {', '.join(missing)}. "
+    return f"One path is a list, too: [{value!r}]. " if isinstance(value, str) else ""
 
 
 def _is_job(value: Any) -> bool:
+    return not _no_job(value)
+
+
+def _no_job(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return "It is no dict. "
     try:
-        registry.options(value, "OPTIONS")
-    except (JobDefinitionError, TypeError, ValueError):
-        return False
-    return True
+        registry.options(value, "job")
+    except (JobDefinitionError, TypeError, ValueError) as error:
+        text = str(error).removeprefix("job: ")
+        return f"{text} " if text.endswith("?") else f"{text}. "
+    return ""
 
 
 _FITS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -88,3 +123,5 @@ _FITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "modules": (_is_modules, 'Give module paths, for example ["config.mails"].'),
     "job": (_is_job, 'Give options of @job, for example {"max_attempts": 3}.'),
 }
+_WHY: dict[str, Callable[[Any], str]] = {"modules": _no_modules, "job": _no_job}
+"""What exactly does not fit, where that is only a part."""

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dedupjobs import keys
-from dedupjobs.backends.framework import Task, TaskResult, task_backends
-from dedupjobs.exceptions import NoResult
+from dedupjobs import keys, registry
+from dedupjobs.backends.framework import InvalidTask, Task, TaskResult, task_backends
+from dedupjobs.exceptions import JobDefinitionError, NoResult
 from dedupjobs.models import Kind
 
 AS_CONFIGURED: Any = ...
@@ -31,7 +31,14 @@ class DedupTask(Task):
     def using(self, *, dedup_key: str | None = None, **changes: Any) -> Any:
         """As ``Task.using``. ``dedup_key``: the whole key of the calls that follow, as text."""
         changed = Task.using(self, **changes)
-        return changed if dedup_key is None else replace(changed, call_key=dedup_key)
+        return changed if dedup_key is None else replace(changed, call_key=_whole_key(dedup_key))
+
+
+def _whole_key(given: Any) -> str:
+    try:
+        return registry.whole_key(given, "dedup_key")
+    except JobDefinitionError as error:
+        raise InvalidTask(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,8 +130,10 @@ def simulate_redis_loss() -> Iterator[None]:
     """
     Let Redis be gone for all that dedupjobs does in the block; messages are lost.
 
-    Behind the block nothing is believed that was read from Redis before. The rows are still
-    there: ``run_pending()`` runs them, as workers do once the coordinator has sent them again.
+    Locks are missed, so that ``on_redis_error`` is obeyed, also by ``run_pending()`` and in
+    ``inline()`` and ``captured_jobs()``. Behind the block nothing is believed that was read from
+    Redis before. The rows are still there: ``run_pending()`` runs them, as workers do once the
+    coordinator has sent them again.
     """
     only_in_tests("simulate_redis_loss()")
     with without_redis(missed=True):

@@ -9,12 +9,12 @@ from typing import Any
 from django.db import connections, transaction
 from django.db.models import Exists, F, OuterRef
 
-from dedupjobs import asides, clock, controls, lifecycle, runner
+from dedupjobs import asides, clock, controls, lifecycle, registry, runner
 from dedupjobs.clock import DbNow
 from dedupjobs.dispatch import Delivery
 from dedupjobs.models import WAITING, AttemptOutcome, Status
 from dedupjobs.testing.calls import Calls, handing_over_to, recorded
-from dedupjobs.testing.stage import only_in_tests, without_redis
+from dedupjobs.testing.stage import locks_are_missed, only_in_tests, without_redis
 
 ROUNDS = 1_000  # a job that enqueues itself for ever is a mistake worth an error
 
@@ -27,13 +27,24 @@ def run_pending(*, name: str | None = None, retries: bool = False) -> int:
     their backoff is over, or at once with ``retries``. ``name``: only jobs registered under it.
     """
     controls.current(at_most=0.0)
+    if not locks_are_missed() and lifecycle.aside(lifecycle.NO_LOCKS).exists():
+        lifecycle.release(lifecycle.NO_LOCKS, most=ROUNDS)  # none is taken
     asides.Sweep().do(rooms=True, most=ROUNDS)
-    for ran in range(ROUNDS):
+    ran = 0
+    for _ in range(ROUNDS):
         row = _first_due(name) or (_first_retry(name) if retries else None)
         if row is None:
             return ran
-        runner.deliver(*row, owner=clock.token(), lock=False)
+        ran += _runs(*row)
     raise AssertionError(f"run_pending() ran {ROUNDS:,} attempts and jobs are still due")
+
+
+def _runs(pk: int, generation: int) -> bool:
+    """Run a row; False: it may not run now, and was set aside."""
+    row = lifecycle.jobs().filter(pk=pk)
+    lock = locks_are_missed() and registry.options_of(row.get().name).takes_lock
+    status = runner.deliver(pk, generation, owner=clock.token(), lock=lock)
+    return status is not None or not row.filter(dispatched_at=lifecycle.BEYOND).exists()
 
 
 def _first_due(name: str | None) -> tuple[int, int] | None:

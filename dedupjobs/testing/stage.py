@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -30,19 +30,39 @@ def without_redis(*, missed: bool = False) -> Iterator[None]:
     """
     Let every Redis call of ours fail at once, whatever the settings say and whoever is there.
 
-    ``missed``: on_redis_error is obeyed; else nobody takes a lock, and nobody misses one.
+    ``missed``: on_redis_error is obeyed, also in the blocks around it and inside; else nobody takes
+    a lock, and nobody misses one.
     """
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(wire, "own_client", _cut_off))
         stack.enter_context(mock.patch.object(invalidation, "ensure_listening", _listen_to_nobody))
-        if not missed:
-            stack.enter_context(mock.patch.object(locks, "take", _take_none))
-            stack.enter_context(mock.patch.object(locks, "why_unreachable", str))
+        if missed:
+            _losses.append(True)
+            stack.callback(_losses.pop)
+        else:
+            stack.enter_context(mock.patch.object(locks, "take", _if_lost(locks.take, _take_none)))
+            asked = _if_lost(locks.why_unreachable, str)
+            stack.enter_context(mock.patch.object(locks, "why_unreachable", asked))
         _forget_clients()
         try:
             yield
         finally:
             _forget_clients()
+
+
+_losses: list[bool] = []  # one for each open block in which locks are missed
+
+
+def locks_are_missed() -> bool:
+    """Whether a block is open in which Redis is lost."""
+    return bool(_losses)
+
+
+def _if_lost(ask: Callable[..., Any], else_: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        return (ask if _losses else else_)(*args, **kwargs)
+
+    return asked
 
 
 class _NoConnection(Connection):
