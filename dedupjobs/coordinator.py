@@ -9,7 +9,7 @@ sweep starts from the beginning, so a row that can not be handled blocks none be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -194,6 +194,15 @@ class Coordinator:
             queue__in=list(queues),
         )
         return sum(_send(asides.startable(rows)).pushed for rows in _pages(due, "run_after"))
+
+    def send_due(self, queues: Collection[str]) -> int:
+        """
+        Send what is due in these queues and has no message, or has lost it; leads nobody.
+
+        Return how many messages were sent.
+        """
+        resent = sum(self._resend(queue, sweep=True) for queue in queues)
+        return resent + self.hand_over(queues)
 
     # ---- attempts whose worker is gone
 

@@ -200,7 +200,21 @@ class DedupWorker(Worker):
         self._write_books()
         while True:
             with self._despite_rubbish():
-                return super().dequeue_job_and_maintain_ttl(timeout, *args, **kwargs)
+                found = super().dequeue_job_and_maintain_ttl(timeout, *args, **kwargs)
+                is_burst = timeout is None
+                if found is not None or not is_burst or not self._send_due():
+                    return found
+
+    def _send_due(self) -> int:
+        """Send what is due in our queues: a burst may end before any coordinator has come to it."""
+        try:
+            names = {queue.name for queue in self.queues}.intersection(dispatch.queue_names())
+            return coordinator.Coordinator().send_due(names)
+        except (DatabaseError, InterfaceError) as error:
+            self.log.error("Worker %s: can not see what is due: %s", self.name, error)
+            return 0
+        finally:
+            connections.close_all()
 
     def _receive(self, taken: Taken) -> tuple[RqJob, Queue]:
         """Do what RQ does with a message that it has popped; ours are read while they run."""

@@ -24,11 +24,6 @@ DATABASES = {{
     "default": {{
         "ENGINE": "django.db.backends.sqlite3",
         "NAME": BASE_DIR / "db.sqlite3",
-        "OPTIONS": {{
-            "timeout": 20,
-            "transaction_mode": "IMMEDIATE",
-            "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL",
-        }},
     }}
 }}
 EMAIL_BACKEND = "django.core.mail.backends.filebased.EmailBackend"

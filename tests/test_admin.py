@@ -163,6 +163,22 @@ def test_page_of_a_job_shows_a_bounded_number_of_attempts(admin_client: Client) 
     assert 0 < shown <= 100
 
 
+def test_page_of_a_job_shows_how_far_its_attempts_are(admin_client: Client) -> None:
+    row = make(Status.RETRYING)
+    failed = {"outcome": "FAILED", "ended_at": DbNow()}
+    try_of(row, **failed, progress='[3, null, "rows"]')
+    try_of(row, progress='[5, 14, "going"]')
+    ProcessedJob.objects.update(status=Status.RUNNING)
+    page = admin_client.get(address("change", row.pk)).content.decode()
+    assert re.search(r"running for .*; progress: 5 of 14 · going</p>", page)
+    attempts = page.partition('id="dj-attempts"')[2]
+    assert attempts.count("<progress") == 1
+    assert re.search(
+        r'<progress max="100" value="35.7" [^>]*></progress> <bdi>5 of 14 · going</bdi>', attempts
+    )
+    assert "<bdi>3 · rows</bdi>" in attempts
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_pages_write_nothing_and_lock_nothing(admin_client: Client, model: type[Any]) -> None:
     fill(3)

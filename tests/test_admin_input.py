@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from html import escape
@@ -72,6 +73,7 @@ def planted() -> ProcessedJob:
         traceback=NASTY,
         reason=NASTY,
         late_ending="<b>",
+        progress=json.dumps([5, 14, NASTY]),
     )
     Operation.objects.create(
         job=row, action="hold", by=NASTY[:200], reason=NASTY, before="DEAD", after="<i>", at=DbNow()
@@ -107,7 +109,7 @@ def test_planted_markup_is_shown_as_text(admin_client: Client) -> None:
         assert "49" not in page.replace(TEMPLATE, "").partition("onerror")[2][:60]
         assert "\x00" not in page
     page = admin_client.get(address("change", row.pk)).content.decode()
-    assert escape(IMAGE) in page
+    assert f"5 of 14 · {escape(IMAGE)}" in page
     assert escape(TEMPLATE) in page
     assert "\\u202e" in page
     assert "\\ud800" in page
@@ -139,6 +141,9 @@ BROKEN = [
     "\\x00",
     "[" * 50_000,
     '{"$":"enum","t":"os:system"}',
+    '[NaN, Infinity, "x"]',
+    '[1e999, 1e-320, ""]',
+    f"[1, {'9' * 5_000}, null]",
 ]
 
 

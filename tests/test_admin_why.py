@@ -10,6 +10,7 @@ import pytest
 from django.utils import timezone
 
 from dedupjobs.models import Status
+from dedupjobs.story import progress
 from dedupjobs.story.spoken import span
 from dedupjobs.story.why import Situation, Try, explain
 
@@ -43,8 +44,8 @@ def tried(outcome: str | None = None, **facts: Any) -> Try:
     )
 
 
-SILENT = tried(active_at=s(-50))
-STUCK = tried(beat_at=s(-90), lease_until=s(-30))
+SILENT = tried(active_at=s(-50), progress="5")
+STUCK = tried(beat_at=s(-90), lease_until=s(-30), progress="6")
 
 TABLE: list[tuple[str, dict[str, Any], str, str, str]] = [
     # name, facts, what it says now, what it says next, level
@@ -88,6 +89,8 @@ TABLE: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("running", {"status": "RUNNING", "newest": tried()},
      "running for 60 s: attempt 2 on worker-1:4711, last beat 5 s ago, leased for another 55 s",
      "retry 1 of 4 follows", "good"),
+    ("running with progress", {"status": "RUNNING", "newest": tried(progress="5 of 14 · going")},
+     "leased for another 55 s; progress: 5 of 14 · going", "retry 1 of 4 follows", "good"),
     ("running the last time", {"status": "RUNNING", "newest": tried(), "failures": 4},
      "running for 60 s", "it is dead: the last of 5", "good"),
     ("running to be cancelled",
@@ -97,14 +100,14 @@ TABLE: list[tuple[str, dict[str, Any], str, str, str]] = [
      "running for 60 s", "asked to hold it", "good"),
     ("running silent", {"status": "RUNNING", "newest": SILENT, "stall_after": 30},
      "running but silent: attempt 2 on worker-1:4711 beats, but has shown no activity for 50 s "
-     "(stall_after is 30 s)", "If this attempt fails", "warn"),
+     "(stall_after is 30 s); progress: 5", "If this attempt fails", "warn"),
     ("running not silent yet", {"status": "RUNNING", "newest": SILENT, "stall_after": 51},
      "running for 60 s", "If this attempt fails", "good"),
     ("running without attempt", {"status": "RUNNING"},
      "running by its row, but without an open attempt", "No part of this app", "bad"),
     ("stuck", {"status": "RUNNING", "newest": STUCK},
      "stuck: the worker of attempt 2 on worker-1:4711 has not beaten for 90 s, and its lease "
-     "expired 30 s ago", "seen no beat for 20 s; then it is due again", "bad"),
+     "expired 30 s ago; progress: 6", "seen no beat for 20 s; then it is due again", "bad"),
     ("stuck to be held", {"status": "RUNNING", "newest": STUCK, "on_lost": "hold"},
      "stuck:", "then it is held for a person", "bad"),
     ("stuck too often", {"status": "RUNNING", "newest": STUCK, "lost_count": 2},
@@ -197,3 +200,15 @@ def test_moments_are_the_readers_own() -> None:
     with timezone.override("Asia/Jakarta"):
         why = explain(situation({"status": "PENDING", "run_after": s(3_600)}))
     assert "22:01:30" in why.now
+
+
+@pytest.mark.parametrize(
+    ("stored", "words", "percent"),
+    [("[5, 14, \"going\"]", "5 of 14 · going", 5 / 14 * 100), ("[0.25, 1, \"\"]", "0.25 of 1", 25),
+     ("[3, null, \"rows\"]", "3 · rows", None), ("[9, 4, \"\"]", "9 of 4", 100),
+     ("[0, 0, \"\"]", "0 of 0", None), ("[1e400, 2, \"\"]", "inf of 2", None)],
+)  # fmt: skip
+def test_progress_is_read_as_it_was_said(stored: str, words: str, percent: float | None) -> None:
+    said = progress.read(stored)
+    assert said is not None
+    assert (said.words, said.percent) == (words, percent)

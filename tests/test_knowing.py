@@ -123,6 +123,18 @@ def test_story_as_json_has_no_arguments() -> None:
     assert "rahasia" not in json.dumps(found)
 
 
+def test_progress_stands_in_the_story_of_ended_and_running_attempts() -> None:
+    row = jobs.record.enqueue(tag="a").job
+    alter_attempt(lost := claimed(row), progress='[9, null, "was here"]')
+    lifecycle.reclaim(lost.fence, beat_at=expire(lost), ahead_of=None, reason="no beat")
+    running = claimed(ProcessedJob.objects.get())
+    alter_attempt(running, progress='[5, 14, "going\\n\\u202e"]')
+    story = printed("dedupjobs_explain", "record:a")
+    assert "progress of attempt 1, as of its last beat: 9 · was here\n" in story
+    assert "progress of attempt 2, as of its last beat: 5 of 14 · going\\n\\u202e\n" in story
+    assert re.search(r"Why: running .*; progress: 5 of 14 · going\\n\\u202e\n", story)
+
+
 def test_late_ending_stands_in_the_story() -> None:
     claim = claimed(jobs.record.enqueue(tag="a").job)
     lost = lifecycle.reclaim(claim.fence, beat_at=expire(claim), ahead_of=None, reason="no beat")

@@ -44,7 +44,7 @@ def pay(request, order_id):
 
 @pytest.fixture
 def project(tmp_path: Path) -> Callable[[], Project]:
-    return lambda: Project(tmp_path, "shop")
+    return lambda: Project(tmp_path)
 
 
 def blocks(page: str) -> dict[str, str]:

@@ -603,7 +603,8 @@ def shop(tmp_path: Path, black_hole: socket.socket) -> Project:
     made.put(
         "shop/settings.py",
         f"CACHES = {caches!r}\nRQ_QUEUES = {{'default': {{'URL': {url!r}}}}}\n"
-        'RQ = {"WORKER_CLASS": "dedupjobs.worker.DedupWorker"}\n',
+        'RQ = {"WORKER_CLASS": "dedupjobs.worker.DedupWorker"}\n'
+        'DATABASES["default"]["OPTIONS"] = {"transaction_mode": "IMMEDIATE", "timeout": 20}\n',
     )
     made.put("shop/tests.py", SHOP_TESTS)
     made.put("shop/views.py", SHOP_VIEWS)

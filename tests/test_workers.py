@@ -23,6 +23,7 @@ from rq.job import Job as RqJob
 from rq.serializers import DefaultSerializer, JSONSerializer
 
 from dedupjobs import dispatch, lifecycle
+from dedupjobs.clock import DbNow
 from dedupjobs.dispatch import Delivery
 from dedupjobs.models import AttemptOutcome, JobAttempt, ProcessedJob, Status
 from dedupjobs.worker import DedupWorker
@@ -30,6 +31,7 @@ from tests import live, sessions
 from tests.app import jobs
 from tests.app.models import Ledger
 from tests.live import DEDUP, PATIENCE, SIMPLE, STOCK, Spawn, with_server, with_sqlite
+from tests.rows import tables_missing
 from tests.servers import Valkey
 from tests.waiting import until
 
@@ -385,6 +387,35 @@ def test_worker_looks_for_its_redis_every_five_seconds_however_long_it_is_away(
         worker.wait_for_output("retrying in 5 seconds", 20)
         server.restart()
         live.wait_for(jobs.record.enqueue(tag="after"))
+
+
+# ---- burst
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("wiped", [False, True])
+def test_burst_runs_what_is_due_without_a_message_before_it_ends(
+    spawn: Spawn, rq_queue: Queue, wiped: bool
+) -> None:
+    lost, unsent, later = (jobs.record.enqueue(tag=tag) for tag in ("lost", "unsent", "later"))
+    rq_queue.empty()
+    live.unsent(unsent, run_after=-1)
+    live.unsent(later, run_after=600)
+    if not wiped:
+        dispatch.set_epoch("default", ttl=60)
+        ProcessedJob.objects.filter(pk=lost.job.pk).update(dispatched_at=DbNow(-60))
+    assert spawn("rqworker", "--burst", **live.env_of(TICK=60, RESEND_AFTER=30)).wait(40) == 0
+    assert live.outcomes(lost) == live.outcomes(unsent) == [SUCCEEDED]
+    assert live.row_of(later).dispatched_at is None, "a burst does not wait for it"
+
+
+@pytest.mark.large
+@with_sqlite
+def test_burst_ends_although_it_can_not_see_what_is_due(spawn: Spawn) -> None:
+    with tables_missing():
+        worker = spawn("rqworker", "--burst")
+        assert worker.wait(40) == 0
+    assert "can not see what is due" in worker.output
 
 
 # ---- SIGTERM

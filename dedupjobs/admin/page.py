@@ -12,7 +12,8 @@ from dedupjobs.admin import timeline, truth
 from dedupjobs.admin.truth import Known
 from dedupjobs.controls import Rule
 from dedupjobs.models import DuplicateSample, JobAttempt, Operation, ProcessedJob
-from dedupjobs.story import events, parts, why
+from dedupjobs.story import events, parts, progress, why
+from dedupjobs.story.progress import Progress
 from dedupjobs.story.situation import situation, where
 
 SHOWN_ATTEMPTS = 50
@@ -27,6 +28,7 @@ class Line:
     attempt: JobAttempt
     where: str
     same_as: int | None
+    progress: Progress | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,5 +84,7 @@ def _lines(newest_first: Sequence[JobAttempt]) -> list[Line]:
         error = (attempt.error_class, attempt.error_message)
         known = first.setdefault(error, attempt.number)
         same_as = known if attempt.error_class and known != attempt.number else None
-        lines.append(Line(attempt=attempt, where=where(attempt), same_as=same_as))
+        said = progress.read(attempt.progress)
+        line = Line(attempt=attempt, where=where(attempt), same_as=same_as, progress=said)
+        lines.append(line)
     return lines[::-1]

@@ -10,6 +10,7 @@ from django.utils.translation import gettext as _
 from dedupjobs import conf, controls, lifecycle, locks, operations, registry
 from dedupjobs.backoff import Exponential
 from dedupjobs.models import JobAttempt, ProcessedJob
+from dedupjobs.story import progress
 from dedupjobs.story.why import Situation, Try
 
 
@@ -72,6 +73,7 @@ def _without_lock() -> str:
 
 
 def _try(attempt: JobAttempt) -> Try:
+    said = progress.read(attempt.progress)
     return Try(
         number=attempt.number,
         outcome=attempt.outcome,
@@ -83,6 +85,7 @@ def _try(attempt: JobAttempt) -> Try:
         active_at=attempt.active_at,
         ended_at=attempt.ended_at,
         error_class=attempt.error_class,
+        progress=said.words if said else "",
     )
 
 

@@ -12,7 +12,7 @@ from django.db.models import Q
 from dedupjobs import controls, criteria, dispatch, lifecycle, locks, registry
 from dedupjobs.exceptions import UnknownQueue
 from dedupjobs.models import DuplicateSample, JobAttempt, Operation, ProcessedJob
-from dedupjobs.story import events, parts, why
+from dedupjobs.story import events, parts, progress, why
 from dedupjobs.story.situation import situation, where
 from dedupjobs.story.spoken import span
 from dedupjobs.wire import UNREACHABLE
@@ -101,6 +101,7 @@ def tell(row: ProcessedJob) -> Story:
     steps = parts.steps_of(row, newest)
     told = [
         *(_told(e) for e in events.events_of(row, oldest_first, samples, steps, now)),
+        *_progress(oldest_first),
         *_errors(oldest_first),
         *_operations(row),
     ]
@@ -122,6 +123,13 @@ def _told(event: events.Event) -> Told:
     # An attempt is told when it ended, or it would come before what happened in it.
     ends = event.lane in ("attempts", "steps") and event.kind != "open"
     return Told(at=event.end if ends and event.end else event.begin, words=event.words)
+
+
+def _progress(attempts: list[JobAttempt]) -> Iterator[Told]:
+    for attempt in attempts:
+        if said := progress.read(attempt.progress):
+            words = f"progress of attempt {attempt.number}, as of its last beat: {said.words}"
+            yield Told(at=attempt.beat_at, words=words)
 
 
 def _errors(attempts: list[JobAttempt]) -> Iterator[Told]:

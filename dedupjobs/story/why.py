@@ -15,7 +15,7 @@ from django.utils.translation import gettext as _
 from dedupjobs.models import AttemptOutcome, Status
 from dedupjobs.story.spoken import moment, span
 
-SHOWN = 300  # characters of an error that stand in a sentence
+SHOWN = 300  # characters of an error or a progress that stand in a sentence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,7 @@ class Try:
     active_at: datetime | None = None
     ended_at: datetime | None = None
     error_class: str = ""
+    progress: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,12 +244,19 @@ def _running(s: Situation) -> Why:
             "ago": s.ago(s.open_one.active_at or s.open_one.claimed_at),
             "after": span(s.stall_after or 0),
         }
-        return Why(now=silent % {**facts, "quiet": quiet}, next=_at_its_end(s), level="warn")
+        said = silent % {**facts, "quiet": quiet}
+        return Why(now=said + _progress(s.open_one), next=_at_its_end(s), level="warn")
     now = _(
         "running for %(since)s: attempt %(number)s on %(where)s, last beat %(beat)s ago, leased "
         "for another %(left)s"
     )
-    return Why(now=now % facts, next=_at_its_end(s), level="good")
+    return Why(now=now % facts + _progress(s.open_one), next=_at_its_end(s), level="good")
+
+
+def _progress(open_one: Try) -> str:
+    if not open_one.progress:
+        return ""
+    return _("; progress: %(progress)s") % {"progress": _cut(open_one.progress)}
 
 
 def _stuck(s: Situation, newest: Try) -> Why:
@@ -265,7 +273,8 @@ def _stuck(s: Situation, newest: Try) -> Why:
     after = _("The coordinator takes it once it has seen no beat for %(third)s") % {
         "third": span(seconds)
     }
-    return Why(now=now, next=f"{after}; {_after_loss(s, newest)}", level="bad")
+    rest = f"{after}; {_after_loss(s, newest)}"
+    return Why(now=now + _progress(newest), next=rest, level="bad")
 
 
 def _after_loss(s: Situation, newest: Try) -> str:
@@ -368,6 +377,10 @@ def _holds_key(s: Situation) -> str:
 
 def _error(s: Situation) -> str:
     text = s.error or (s.newest.error_class if s.newest else "") or _("not noted")
+    return _cut(text)
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
 
 
