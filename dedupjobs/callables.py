@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from dedupjobs.exceptions import EventError
+
 _IDLE: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (inspect.iscoroutinefunction, "is async: a call of it runs nothing"),
     (inspect.isasyncgenfunction, "is an async generator: a call of it runs nothing"),
@@ -22,6 +24,16 @@ def why_idle(function: Any) -> str:
             if is_so(part):
                 return words
     return ""
+
+
+def carry_out(function: Callable[..., Any], event: Any) -> None:
+    """Call it with an event; EventError: it returned what would still have to run."""
+    returned = function(event)
+    if inspect.iscoroutine(returned) or inspect.isgenerator(returned):
+        returned.close()
+    elif not inspect.isasyncgen(returned):
+        return
+    raise EventError(f"{named(function)} returned what nobody runs; is it async?")
 
 
 def named(function: Any) -> str:

@@ -447,6 +447,12 @@ def test_handler_that_would_do_nothing_is_refused(function: Any, words: str) -> 
     assert handlers.find("ledger", "order.late") is None
 
 
+def test_event_is_not_applied_by_a_handler_that_hides_an_async_one(stream: redis.Redis) -> None:
+    inbox.handler("hidden", consumer="ledger")(outlet.note_hidden)
+    assert take(event(name="hidden")) == Fate.FAILED
+    assert "returned what nobody runs" in InboxMessage.objects.get().error
+
+
 def test_handler_without_a_consumer_is_the_only_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handlers, "_handlers", {})
     inbox.handler("order.*")(events.book)

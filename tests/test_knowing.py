@@ -25,7 +25,8 @@ from dedupjobs import clock, counters, diagnosis, lifecycle, operations, runner,
 from dedupjobs.coordinator import Coordinator
 from dedupjobs.diagnosis import FAILURE, OK, WARNING, Finding
 from dedupjobs.management import asked
-from dedupjobs.models import ProcessedJob, Status
+from dedupjobs.models import JobAttempt, ProcessedJob, Status
+from dedupjobs.story.events import events_of
 from tests import live, outlet
 from tests.app import jobs
 from tests.rows import alter_attempt, claimed, expire
@@ -133,6 +134,30 @@ def test_progress_stands_in_the_story_of_ended_and_running_attempts() -> None:
     assert "progress of attempt 1, as of its last beat: 9 · was here\n" in story
     assert "progress of attempt 2, as of its last beat: 5 of 14 · going\\n\\u202e\n" in story
     assert re.search(r"Why: running .*; progress: 5 of 14 · going\\n\\u202e\n", story)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "generation", "words"),
+    [
+        ("FAILED", 1, ["retry after 60 s"]),
+        ("HELD", 1, ["held for 60 s"]),
+        ("LOST", 1, ["next attempt after 60 s"]),
+        ("SUCCEEDED", 2, []),  # its key was enqueued anew
+        ("FAILED", 2, []),
+    ],
+)
+def test_pause_between_two_attempts_is_called_what_it_was(
+    outcome: str, generation: int, words: list[str]
+) -> None:
+    row = jobs.record.enqueue(tag="a").job
+    at = row.created_at + timedelta(seconds=1)
+    first = JobAttempt(number=1, generation=1, outcome=outcome, claimed_at=at, ended_at=at)
+    later = at + timedelta(minutes=1)
+    second = JobAttempt(number=2, generation=generation, claimed_at=later)
+    for attempt in (first, second):
+        attempt.beat_at = attempt.lease_until = attempt.claimed_at
+    told = events_of(row, [first, second], [], [], later)
+    assert [event.words for event in told if event.kind == "pause"] == words
 
 
 def test_late_ending_stands_in_the_story() -> None:

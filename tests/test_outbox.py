@@ -309,6 +309,14 @@ def test_target_whose_call_would_do_nothing_gets_nothing_and_loses_nothing(path:
     assert statuses() == ["WAITING"]
 
 
+def test_event_is_not_delivered_by_a_function_that_hides_an_async_one() -> None:
+    with outlet.outbox({"TARGETS": {"a": {"call": "tests.outlet.note_hidden"}}}):
+        outbox.publish("a", 1)
+        assert relayed() == 0
+    assert statuses() == ["RETRYING"]
+    assert "returned what nobody runs" in OutboxEvent.objects.get().error
+
+
 # ---- whose turn it is
 
 

@@ -1103,7 +1103,7 @@ def test_step_of_an_attempt_at_work_is_started_and_not_in_doubt(
     attempt = claimed(row)
     with suppress(Killed):
         attempt.step("charge", killed)
-    assert "step charge of attempt 1: started after" in page(admin_client, row)
+    assert "step charge of attempt 1: has run for" in page(admin_client, row)
     lose(attempt)
     assert "step charge of attempt 1: in doubt" in page(admin_client, row)
 

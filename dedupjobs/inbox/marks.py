@@ -21,7 +21,7 @@ from typing import Any
 from django.db import DatabaseError, IntegrityError, InterfaceError, connections, transaction
 from django.db.models import Min
 
-from dedupjobs import conf, lifecycle, probes, signals, turns
+from dedupjobs import callables, conf, lifecycle, probes, signals, turns
 from dedupjobs.backoff import Exponential
 from dedupjobs.clock import DbNow, uniform
 from dedupjobs.envelope import Event
@@ -128,7 +128,7 @@ def _apply(
         if not (_mark_again if again else _mark)(event, consumer):
             return Fate.DUPLICATE
         probes.reach("inbox.marked")
-        handle(event)
+        callables.carry_out(handle, event)
         probes.reach("inbox.handled")
         if again and event.key:
             promote(consumer, event.key)

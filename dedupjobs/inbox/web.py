@@ -99,7 +99,7 @@ def _views(resolver: Any) -> Iterator[Any]:
         if hasattr(pattern, "url_patterns"):
             yield from _views(pattern)
         else:
-            yield pattern.callback
+            yield getattr(pattern, "callback", None)
 
 
 def _said(status: int, words: object) -> HttpResponse:

@@ -82,7 +82,7 @@ def _one_by_one(batch: Sequence[Post], deliver: Callable[[Event], object]) -> Se
         if post.lane and post.lane in stopped:
             continue
         try:
-            deliver(post.event)
+            callables.carry_out(deliver, post.event)
         except Unavailable:
             if sent.delivered or sent.failed:
                 break  # what was sent is noted first

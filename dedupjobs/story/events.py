@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 from django.utils.translation import gettext as _
 
-from dedupjobs.models import DuplicateSample, JobAttempt, ProcessedJob
+from dedupjobs.models import AttemptOutcome, DuplicateSample, JobAttempt, ProcessedJob, StepState
 from dedupjobs.story.parts import Seen
 from dedupjobs.story.spoken import span
 from dedupjobs.visible import shown
@@ -92,8 +92,11 @@ def _of_step(seen: Seen, now: datetime) -> Event:
     step = seen.step
     end = max(step.ended_at or (step.started_at if seen.in_doubt else now), step.started_at)
     took = span((end - step.started_at).total_seconds())
-    words = _("step %(name)s of attempt %(number)s: %(state)s")
-    if not seen.in_doubt:
+    if seen.in_doubt:
+        words = _("step %(name)s of attempt %(number)s: %(state)s")
+    elif step.state == StepState.STARTED:
+        words = _("step %(name)s of attempt %(number)s: has run for %(span)s")
+    else:
         words = _("step %(name)s of attempt %(number)s: %(state)s after %(span)s")
     facts = {"name": shown(step.name), "number": step.attempt, "state": seen.words, "span": took}
     kind = "lost" if seen.in_doubt else _KINDS[step.state]
@@ -109,6 +112,8 @@ def _after(
     """The pause between an attempt and the next one, or the one that is planned."""
     begin = attempt.ended_at or now
     if following is not None:
+        if following.generation != attempt.generation:
+            return  # another run, which a call or a rerun has asked for
         delay = timedelta(seconds=following.queue_delay or 0)
         end = following.claimed_at - delay
     elif row.status == "RETRYING":
@@ -116,8 +121,16 @@ def _after(
     else:
         return
     if end > begin:
-        words = _("retry after %(span)s") % {"span": span((end - begin).total_seconds())}
+        words = _pause(attempt) % {"span": span((end - begin).total_seconds())}
         yield Event(lane="waiting", kind="pause", begin=begin, end=end, words=words)
+
+
+def _pause(attempt: JobAttempt) -> str:
+    if attempt.outcome == AttemptOutcome.HELD:
+        return _("held for %(span)s")
+    if attempt.outcome in (AttemptOutcome.FAILED, AttemptOutcome.TIMED_OUT):
+        return _("retry after %(span)s")
+    return _("next attempt after %(span)s")
 
 
 def _moment(lane: str, kind: str, at: datetime, words: str) -> Event:
