@@ -344,6 +344,19 @@ def test_missing_duplicate_fails_the_assertion() -> None:
         calls.assert_deduplicated(jobs.record)
 
 
+@pytest.mark.parametrize("wrong", ["testapp.record", jobs.record.func, None, [jobs.record]])
+def test_what_is_no_job_is_refused_with_what_to_give(wrong: object) -> None:
+    cure = "Give the job itself, what @job has made of the function, or a task"
+    calls = Calls()
+    with pytest.raises(TypeError, match=cure) as error:
+        calls.assert_enqueued(wrong)
+    assert str(error.value).startswith(f"assert_enqueued() was given {wrong!r}. ")
+    with pytest.raises(TypeError, match=cure):
+        calls.assert_deduplicated(wrong)
+    with pytest.raises(TypeError, match=cure), zombie(wrong, tag="a"):
+        pass
+
+
 def test_assertion_without_a_block_says_what_to_do() -> None:
     with pytest.raises(OutsideTests, match="Call it inside"):
         assert_enqueued(jobs.record)
