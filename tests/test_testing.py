@@ -19,7 +19,7 @@ from django.db import connection, transaction
 from django.test import TestCase, TransactionTestCase
 from django.test.utils import override_settings
 
-from dedupjobs import cache, current_attempt, lifecycle, probes
+from dedupjobs import cache, current_attempt, job, lifecycle, probes, registry
 from dedupjobs.exceptions import LeaseLost, OutsideTests, PayloadMismatch
 from dedupjobs.models import AttemptOutcome, JobAttempt, Kind, ProcessedJob, Status
 from dedupjobs.testing import (
@@ -270,6 +270,21 @@ def test_job_that_waits_for_redis_counts_as_no_attempt_that_ran() -> None:
     with simulate_redis_loss():
         jobs.record_if_locked.enqueue(tag="waits")
         assert run_pending() == 0
+
+
+@pytest.mark.django_db(transaction=True)
+def test_retry_that_waits_for_redis_is_tried_once() -> None:
+    made = job(key="{tag}", unique_for=None, name="tests.flaky", on_redis_error="wait")
+    flaky = made(jobs.fail.func)
+    try:
+        outcome = flaky.enqueue(tag="a", times=1)
+        run_pending()
+        with simulate_redis_loss():
+            assert run_pending(retries=True) == 0
+        assert run_pending(retries=True) == 1
+        assert job_row(outcome.job).status == Status.SUCCEEDED
+    finally:
+        registry.forget("tests.flaky")
 
 
 # ---- captured calls
