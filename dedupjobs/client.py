@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -156,6 +157,8 @@ class _Found:
 
 def _pauses(timeout: float) -> Iterator[float | None]:
     """Yield how long to wait after each look, doubling; at the deadline, None."""
+    if not isinstance(timeout, (int, float)) or math.isnan(timeout):
+        raise ArgumentError(f"timeout={timeout!r}; give a number of seconds")
     deadline, pause = clock.monotonic() + timeout, POLL_FIRST
     while (left := deadline - clock.monotonic()) > 0:
         yield min(pause, left)

@@ -29,6 +29,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from dedupjobs import cache, clock, conf, controls, registry, seal, signals, wire
 from dedupjobs.cache import Stamp
+from dedupjobs.exceptions import ArgumentError
 from dedupjobs.lifecycle import Change
 from dedupjobs.models import FINAL, Status
 from dedupjobs.wire import UNREACHABLE
@@ -372,6 +373,8 @@ def bump_stamp(group: str) -> str:
 
 
 def _stamp_key(group: str) -> str:
+    if not _is_text(group):
+        raise ArgumentError(f"group={group!r}; give the group's name, as 'catalog:2026'")
     return f"{conf.get().PREFIX}:stamp:{group}"
 
 
@@ -387,12 +390,20 @@ def on_invalidate(name: str) -> Callable[[H], H]:
     It runs in the listener's thread, one message after the other. An error is logged, and the
     listener goes on.
     """
+    if not _is_text(name):
+        raise ArgumentError(
+            f'on_invalidate({name!r}); give the job\'s name: @on_invalidate("shop.charge")'
+        )
 
     def register(handler: H) -> H:
         _handlers.setdefault(name, []).append(handler)
         return handler
 
     return register
+
+
+def _is_text(given: Any) -> bool:
+    return isinstance(given, str) and bool(given.strip())
 
 
 def handle(raw: bytes | str) -> Message | None:

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Never, NoReturn, ParamSpec, TypeVar
 
 from django.apps import apps
 
@@ -387,7 +387,7 @@ class Variant:
 
 
 def job(  # noqa: PLR0913 - the options of a decorator
-    *,
+    *misplaced: Never,
     key: str | tuple[str, ...] | Callable[..., Any] | None = _UNSET,
     unique_for: timedelta | float | None = _UNSET,
     name: str | None = None,
@@ -414,6 +414,13 @@ def job(  # noqa: PLR0913 - the options of a decorator
     makes of the arguments, or the template alone, where controls set the limits. Jobs with the
     same template share their groups. Other options: the fields of ``Options``.
     """
+
+    if misplaced:
+        raise JobDefinitionError(
+            f"@job was given {misplaced[0]!r}: it takes keywords only. Write "
+            '@job(key="payment:{order_id}", unique_for=FOREVER), or @job(key=None) for no '
+            "deduplication"
+        )
 
     def register(func: Callable[P, R]) -> Job[P, R]:
         chosen = _fitting(name or _default_name(func))

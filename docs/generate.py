@@ -241,7 +241,7 @@ def _signature(function: Any) -> str:
     shown = [
         p.replace(annotation=p.empty, default=p.default)
         for p in signature.parameters.values()
-        if p.name != "self"
+        if p.name != "self" and p.annotation != "Never"  # which nobody may give
     ]
     plain = str(signature.replace(parameters=shown, return_annotation=signature.empty))
     return re.sub(r"<object object at \w+>", "…", plain)

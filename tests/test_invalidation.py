@@ -36,6 +36,7 @@ from dedupjobs import (
     registry,
     signals,
 )
+from dedupjobs.exceptions import ArgumentError
 from dedupjobs.invalidation import Message
 from dedupjobs.lifecycle import Change
 from dedupjobs.locks import Grip
@@ -476,6 +477,22 @@ def test_stamp_of_a_group_stays_until_it_is_bumped() -> None:
     second = bump_stamp("catalog:2026")
     assert second != first
     assert cache_stamp("catalog:2026") == second
+
+
+@pytest.mark.parametrize("wrong", ["", " ", None, 7])
+def test_group_or_job_that_is_no_name_is_refused(wrong: Any) -> None:
+    for ask in (cache_stamp, bump_stamp):
+        with pytest.raises(ArgumentError, match=f"group={wrong!r}; give the group's name"):
+            ask(wrong)
+    with pytest.raises(ArgumentError, match="give the job's name"):
+        on_invalidate(wrong)
+
+
+def test_decorator_of_handlers_without_a_job_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"give the job's name: @on_invalidate\(\"shop"):
+
+        @on_invalidate
+        def forget(message: Message) -> None: ...
 
 
 def test_stamp_that_redis_has_lost_is_never_an_old_one() -> None:

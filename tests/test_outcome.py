@@ -14,7 +14,13 @@ from django.db import transaction
 
 from dedupjobs import FOREVER, lifecycle, operations
 from dedupjobs.clock import DbNow
-from dedupjobs.exceptions import JobConflict, NoResult, PayloadMismatch, ResultTimeout
+from dedupjobs.exceptions import (
+    ArgumentError,
+    JobConflict,
+    NoResult,
+    PayloadMismatch,
+    ResultTimeout,
+)
 from dedupjobs.models import Kind, ProcessedJob, Status
 from dedupjobs.testing import run_pending
 from tests.app import jobs
@@ -86,6 +92,14 @@ def test_falsy_result_counts_as_done_and_comes_back_as_it_was(what: int) -> None
     assert result == jobs.FALSY[what]
     assert type(result) is type(jobs.FALSY[what])
     assert run_pending() == 0
+
+
+@pytest.mark.parametrize("wrong", ["5", None, timedelta(seconds=5), float("nan")])
+def test_timeout_that_is_no_number_of_seconds_is_refused(wrong: Any) -> None:
+    outcome = jobs.record.enqueue(tag="a")
+    for ask in (outcome.result, async_to_sync(outcome.aresult)):
+        with pytest.raises(ArgumentError, match=r"^timeout=.*; give a number of seconds$"):
+            ask(timeout=wrong)
 
 
 @committing

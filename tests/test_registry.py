@@ -83,6 +83,13 @@ def test_options_have_the_designs_defaults() -> None:
     assert options.beat_every == 10.0
 
 
+@pytest.mark.parametrize("misplaced", [abs, "default"])
+def test_decorator_without_keywords_says_what_to_write(misplaced: Any) -> None:
+    with pytest.raises(JobDefinitionError, match=r'Write @job\(key="payment:') as error:
+        job(misplaced)
+    assert repr(misplaced) in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -32,9 +32,16 @@ from dedupjobs.backends.framework import (
     task_backends,
 )
 from dedupjobs.coordinator import tell_lost
-from dedupjobs.exceptions import NoResult, PayloadMismatch
+from dedupjobs.exceptions import LeaseLost, NoResult, PayloadMismatch
 from dedupjobs.models import Kind, ProcessedJob
-from dedupjobs.testing import captured_jobs, crash_at, frozen_clock, inline, run_pending
+from dedupjobs.testing import (
+    captured_jobs,
+    crash_at,
+    frozen_clock,
+    inline,
+    run_pending,
+    zombie,
+)
 from tests.app import jobs, tasks
 from tests.app.models import Ledger
 from tests.rows import alter, claimed
@@ -610,6 +617,30 @@ def test_captured_calls_are_those_of_the_tasks_function() -> None:
         tasks.mail.enqueue(7)
     assert calls[0].key == "mail:7"
     calls.assert_enqueued(registry.get(tasks.mail.module_path), arguments={"user": 7}, times=1)
+
+
+def test_assertions_take_tasks_and_their_own_arguments() -> None:
+    with inline() as calls:
+        tasks.mail.enqueue(7)
+        tasks.mail.enqueue(user=7)
+        tasks.record.using(backend="all arguments").enqueue("a")
+    assert calls[0].arguments == {"user": 7, "text": ""}
+    calls.assert_enqueued(tasks.mail, key="mail:7", arguments={"user": 7}, times=1)
+    calls.assert_enqueued(tasks.mail.using(priority=10), times=1)
+    calls.assert_deduplicated(tasks.mail, times=1)
+    calls.assert_enqueued(tasks.record.using(backend="all arguments"), times=1)
+    calls.assert_enqueued(tasks.record, times=0)
+    with pytest.raises(AssertionError, match=r"mail\(user=7, text=''\) key 'mail:7': CREATED"):
+        calls.assert_enqueued(tasks.mail, times=2)
+
+
+def test_zombie_may_be_of_a_task() -> None:
+    with zombie(tasks.mail, 7) as undead:
+        assert undead.attempt.job.key == "mail:7"
+        with pytest.raises(LeaseLost):
+            undead.attempt.check()
+    with zombie(tasks.mail.using(dedup_key="invoice"), 7) as undead:
+        assert undead.attempt.job.key == "invoice"
 
 
 # ---- settings

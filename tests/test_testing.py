@@ -19,7 +19,7 @@ from django.db import connection, transaction
 from django.test import TestCase, TransactionTestCase
 from django.test.utils import override_settings
 
-from dedupjobs import cache, current_attempt, lifecycle, probes
+from dedupjobs import cache, current_attempt, job, lifecycle, probes, registry
 from dedupjobs.exceptions import LeaseLost, OutsideTests, PayloadMismatch
 from dedupjobs.models import AttemptOutcome, JobAttempt, Kind, ProcessedJob, Status
 from dedupjobs.testing import (
@@ -272,6 +272,21 @@ def test_job_that_waits_for_redis_counts_as_no_attempt_that_ran() -> None:
         assert run_pending() == 0
 
 
+@pytest.mark.django_db(transaction=True)
+def test_retry_that_waits_for_redis_is_tried_once() -> None:
+    made = job(key="{tag}", unique_for=None, name="tests.flaky", on_redis_error="wait")
+    flaky = made(jobs.fail.func)
+    try:
+        outcome = flaky.enqueue(tag="a", times=1)
+        run_pending()
+        with simulate_redis_loss():
+            assert run_pending(retries=True) == 0
+        assert run_pending(retries=True) == 1
+        assert job_row(outcome.job).status == Status.SUCCEEDED
+    finally:
+        registry.forget("tests.flaky")
+
+
 # ---- captured calls
 
 
@@ -342,6 +357,19 @@ def test_missing_duplicate_fails_the_assertion() -> None:
         jobs.record.enqueue(tag="a")
     with pytest.raises(AssertionError, match=r"calls of testapp\.record to be turned away"):
         calls.assert_deduplicated(jobs.record)
+
+
+@pytest.mark.parametrize("wrong", ["testapp.record", jobs.record.func, None, [jobs.record]])
+def test_what_is_no_job_is_refused_with_what_to_give(wrong: object) -> None:
+    cure = "Give the job itself, what @job has made of the function, or a task"
+    calls = Calls()
+    with pytest.raises(TypeError, match=cure) as error:
+        calls.assert_enqueued(wrong)
+    assert str(error.value).startswith(f"assert_enqueued() was given {wrong!r}. ")
+    with pytest.raises(TypeError, match=cure):
+        calls.assert_deduplicated(wrong)
+    with pytest.raises(TypeError, match=cure), zombie(wrong, tag="a"):
+        pass
 
 
 def test_assertion_without_a_block_says_what_to_do() -> None:

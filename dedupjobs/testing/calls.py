@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from dedupjobs import client, dispatch, lifecycle
+from dedupjobs import client, dispatch, keys, lifecycle
 from dedupjobs.client import Outcome
 from dedupjobs.exceptions import OutsideTests
 from dedupjobs.models import Kind
 from dedupjobs.registry import Job, Variant
-from dedupjobs.testing.stage import only_in_tests, without_redis
+from dedupjobs.testing.stage import only_in_tests, variant_of, without_redis
 
 TURNED_AWAY = (Kind.DUPLICATE, Kind.REPLAYED, Kind.BLOCKED)
 
@@ -66,7 +66,7 @@ class Calls:
 
     def assert_enqueued(
         self,
-        job: Job[..., Any],
+        job: Any,
         *,
         key: str | None = None,
         arguments: Mapping[str, Any] | None = None,
@@ -75,29 +75,32 @@ class Calls:
         """
         Fail unless calls of ``job`` made a run follow: ``times`` of them, or at least one.
 
-        ``arguments``: those that matter. What was rolled back does not count.
+        ``job``: a job, or a task of ours. ``arguments``: those that matter. What was rolled back
+        does not count.
         """
-        chosen = self._of(job, key, arguments)
+        name = variant_of(job, "assert_enqueued()").job.name
+        chosen = self._of(name, key, arguments)
         runs = [c for c in chosen if c.kind not in TURNED_AWAY and not c.undone]
-        self._expect(runs, times, f"{_named(job, key, arguments)} to be enqueued")
+        self._expect(runs, times, f"{_named(name, key, arguments)} to be enqueued")
 
     def assert_deduplicated(
-        self, job: Job[..., Any], *, key: str | None = None, times: int | None = None
+        self, job: Any, *, key: str | None = None, times: int | None = None
     ) -> None:
         """Fail unless calls of ``job`` were turned away, because their key was taken."""
-        away = [c for c in self._of(job, key, None) if c.kind in TURNED_AWAY]
-        self._expect(away, times, f"calls of {_named(job, key, None)} to be turned away")
+        name = variant_of(job, "assert_deduplicated()").job.name
+        away = [c for c in self._of(name, key, None) if c.kind in TURNED_AWAY]
+        self._expect(away, times, f"calls of {_named(name, key, None)} to be turned away")
 
     def _of(
-        self, job: Job[..., Any], key: str | None, arguments: Mapping[str, Any] | None
+        self, name: str, key: str | None, arguments: Mapping[str, Any] | None
     ) -> list[Enqueued]:
         wanted = (arguments or {}).items()
         return [
             call
             for call in self.made
-            if call.job.name == job.name
+            if call.job.name == name
             and key in (None, call.key)
-            and all(name in call.arguments and call.arguments[name] == v for name, v in wanted)
+            and all(given in call.arguments and call.arguments[given] == v for given, v in wanted)
         ]
 
     def _expect(self, found: list[Enqueued], times: int | None, what: str) -> None:
@@ -108,9 +111,9 @@ class Calls:
         raise AssertionError(f"expected {what} {often}, found {len(found)}; calls made:{made}")
 
 
-def _named(job: Job[..., Any], key: str | None, arguments: Mapping[str, Any] | None) -> str:
+def _named(job: str, key: str | None, arguments: Mapping[str, Any] | None) -> str:
     given = ", ".join(f"{name}={value!r}" for name, value in (arguments or {}).items())
-    call = f"{job.name}({given})" if given else job.name
+    call = f"{job}({given})" if given else job
     return call if key is None else f"{call} with key {key!r}"
 
 
@@ -130,7 +133,7 @@ def captured_jobs() -> Iterator[Calls]:
 
 
 def assert_enqueued(
-    job: Job[..., Any],
+    job: Any,
     *,
     key: str | None = None,
     arguments: Mapping[str, Any] | None = None,
@@ -140,9 +143,7 @@ def assert_enqueued(
     _innermost("assert_enqueued()").assert_enqueued(job, key=key, arguments=arguments, times=times)
 
 
-def assert_deduplicated(
-    job: Job[..., Any], *, key: str | None = None, times: int | None = None
-) -> None:
+def assert_deduplicated(job: Any, *, key: str | None = None, times: int | None = None) -> None:
     """As ``Calls.assert_deduplicated``, of the innermost open block."""
     _innermost("assert_deduplicated()").assert_deduplicated(job, key=key, times=times)
 
@@ -207,5 +208,7 @@ def _noting_many(
 
 
 def _note(calls: Calls, variant: Variant, args: Any, kwargs: Any, outcome: Outcome) -> None:
-    arguments = variant.job.bind(args, dict(kwargs))
-    calls.made.append(Enqueued(job=variant.job, arguments=arguments, outcome=outcome))
+    job = variant.job
+    bound, shown = job.bind(args, dict(kwargs)), keys.visible(job.signature).parameters
+    arguments = {name: value for name, value in bound.items() if name in shown}
+    calls.made.append(Enqueued(job=job, arguments=arguments, outcome=outcome))

@@ -15,8 +15,7 @@ from dedupjobs import client, clock, lifecycle, probes, registry
 from dedupjobs.context import Attempt, entered
 from dedupjobs.heartbeat import Heart
 from dedupjobs.lifecycle import Claim, Place
-from dedupjobs.registry import Job, Variant
-from dedupjobs.testing.stage import only_in_tests, without_redis
+from dedupjobs.testing.stage import only_in_tests, variant_of, without_redis
 
 PACKAGE = Path(probes.__file__).parent
 
@@ -95,20 +94,19 @@ class Zombie:
 
 
 @contextmanager
-def zombie(
-    job: Job[..., Any] | Variant, *args: Any, taken_over: bool = True, **kwargs: Any
-) -> Iterator[Zombie]:
+def zombie(job: Any, *args: Any, taken_over: bool = True, **kwargs: Any) -> Iterator[Zombie]:
     """
     Run the block as an attempt of this call that has lost its lease: does your code notice?
 
         with zombie(charge, order_id=7), pytest.raises(LeaseLost):
             charge(order_id=7)      # calls attempt.check(), or writes in attempt.fenced()
 
-    With ``taken_over=False`` the attempt is the right one until ``take_over()`` is called, for
-    example by what stands in for a slow payment service.
+    ``job``: a job, what its ``using()`` returns, or a task of ours. With ``taken_over=False`` the
+    attempt is the right one until ``take_over()`` is called, for example by what stands in for a
+    slow payment service.
     """
     only_in_tests("zombie()")
-    variant = job if isinstance(job, Variant) else Variant(job=job)
+    variant = variant_of(job, "zombie()")
     with without_redis():
         outcome = client.reserve(variant, args, kwargs, sends=False)
         if not outcome.created:

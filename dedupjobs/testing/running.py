@@ -58,6 +58,7 @@ def _first_retry(name: str | None) -> tuple[int, int] | None:
     newest = lifecycle.attempts().filter(job=OuterRef("pk"), number=OuterRef("attempts"))
     failed = newest.filter(outcome__in=(AttemptOutcome.FAILED, AttemptOutcome.TIMED_OUT))
     rows = _named(lifecycle.jobs().filter(Exists(failed), status=Status.RETRYING), name)
+    rows = rows.exclude(dispatched_at=lifecycle.BEYOND)
     row = rows.order_by("run_after", "pk").values_list("pk", "generation").first()
     if row is not None:
         lifecycle.jobs().filter(pk=row[0], status=Status.RETRYING).update(

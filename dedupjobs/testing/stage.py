@@ -11,9 +11,21 @@ from django.test import utils
 from redis import Connection, ConnectionPool, Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from dedupjobs import bell, cache, counters, dispatch, invalidation, locks, stats, streams, wire
+from dedupjobs import (
+    bell,
+    cache,
+    counters,
+    dispatch,
+    invalidation,
+    locks,
+    registry,
+    stats,
+    streams,
+    wire,
+)
 from dedupjobs.exceptions import OutsideTests
 from dedupjobs.locks import Grip, Taken
+from dedupjobs.registry import Job, Variant
 
 
 def only_in_tests(helper: str) -> None:
@@ -23,6 +35,29 @@ def only_in_tests(helper: str) -> None:
             f"{helper} changes how the whole process works, so it is for tests only: no test "
             "runner (manage.py test, pytest-django) has called setup_test_environment() here"
         )
+
+
+def variant_of(given: Any, helper: str) -> Variant:
+    """Return the job that a helper was given, be it a job, a variant or a task of our backend."""
+    if isinstance(given, Variant):
+        return given
+    found = given if isinstance(given, Job) else _job_of_task(given)
+    if found is None:
+        raise TypeError(
+            f"{helper} was given {given!r}. Give the job itself, what @job has made of the "
+            "function, or a task of a DedupBackend"
+        )
+    return Variant(job=found, key=getattr(given, "call_key", None))
+
+
+def _job_of_task(given: Any) -> Job[..., Any] | None:
+    """Return the job that the backend has made of a task, which it knows by both of these."""
+    wanted = getattr(given, "func", None), getattr(given, "backend", None)
+    for job in registry.every():
+        task = getattr(job.func, "task", None)
+        if task is not None and (task.func, task.backend) == wanted:
+            return job
+    return None
 
 
 @contextmanager
