@@ -8,8 +8,10 @@ System checks: what would hurt in production is named by `manage.py check`, with
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import islice, pairwise
 from typing import Any
@@ -20,6 +22,7 @@ from django.core.cache import InvalidCacheBackendError, caches
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, connections
+from django.urls import get_resolver
 from django.utils.module_loading import import_string
 from rq.worker import BaseWorker
 
@@ -35,6 +38,9 @@ def register_all() -> None:
     """Register the checks; called once the app is ready."""
     for check in (
         _settings,
+        _misspelled,
+        _installed_apps,
+        _jobs_outside_apps,
         _jobs,
         _policies,
         _queues,
@@ -59,6 +65,41 @@ def _settings(**_: Any) -> list[CheckMessage]:
     return [
         *(Error(text, id="dedupjobs.E001") for text in mistakes),
         *(Warning(t, hint=cure, id="dedupjobs.W009") for t, cure in conf.contradictions()),
+    ]
+
+
+def _misspelled(**_: Any) -> list[CheckMessage]:
+    names = [name for name in dir(settings) if name.isupper() and name != "DEDUPJOBS"]
+    return [
+        Warning(
+            f"Setting {name} is read by nobody here: it is nearly DEDUPJOBS.",
+            hint="Write DEDUPJOBS, or give the setting a name that is less like it.",
+            id="dedupjobs.W011",
+        )
+        for name in difflib.get_close_matches("DEDUPJOBS", names, cutoff=0.85)
+    ]
+
+
+def _installed_apps(**_: Any) -> list[CheckMessage]:
+    if apps.is_installed("django_rq"):
+        return []
+    text = "django_rq is not in INSTALLED_APPS, so manage.py has no command rqworker."
+    return [Error(text, hint='Add "django_rq" to INSTALLED_APPS.', id="dedupjobs.E033")]
+
+
+def _jobs_outside_apps(**_: Any) -> list[CheckMessage]:
+    with suppress(Exception):  # Django's own checks tell
+        get_resolver().url_patterns  # noqa: B018 - what views import is registered by then
+    return [
+        Warning(
+            f"Job {job.name} is named by its module, which belongs to no installed app: a worker "
+            "does not find it there and holds its rows, and it gets another name once the app is "
+            "added.",
+            hint="Add its app to INSTALLED_APPS. What was enqueued meanwhile runs if the job keeps "
+            f"that name: aliases=({job.name!r},).",
+            id="dedupjobs.W010",
+        )
+        for job in registry.outside_apps()
     ]
 
 
@@ -521,11 +562,17 @@ def _unknown_names(databases: Any = None, **_: Any) -> list[CheckMessage]:
         Warning(
             f"Rows wait for job {name!r}, which no installed app registers: no worker with this "
             "code can run them.",
-            hint="Deploy the code that has it, or keep its old name with name=.",
+            hint=f"Deploy the code that has it, add its app to INSTALLED_APPS, or keep its old "
+            f"name with name= or aliases=.{_meant(name)}",
             id="dedupjobs.W005",
         )
         for name in coordinator.unknown_names()
     ]
+
+
+def _meant(name: str) -> str:
+    near = registry.near(name)
+    return f" Known is {near}: is that it?" if near else ""
 
 
 def _mysql_tables(databases: Any = None, **_: Any) -> list[CheckMessage]:

@@ -138,12 +138,20 @@ def check(wish: Wish, *, by: str, reason: str) -> None:
 
 
 def value_of(kind: str, text: str) -> float | None:
-    """Return the value that a person has typed: "90", "5m"; for a time-out also "none"."""
+    """Return the value that a person has typed: "3", "90", "5m"; for a time-out also "none"."""
     if kind == ControlKind.TIMEOUT and not text:
         raise ControlError(_("Give a time such as 90s or 5m, or none: no time-out at all."))
     if not text or (kind == ControlKind.TIMEOUT and text == "none"):
         return None
-    return seconds_of(text)
+    if kind not in _VALUED:
+        raise ControlError(_takes_none(line(text, 50)))
+    return seconds_of(text) if kind in TIMES else _count_of(text)
+
+
+def _count_of(text: str) -> float:
+    if not _NUMBER.fullmatch(text.strip()):
+        raise ControlError(_no_count(repr(line(text, 50))))
+    return float(text)
 
 
 def seconds_of(text: str) -> float:
@@ -156,7 +164,8 @@ def seconds_of(text: str) -> float:
 
 
 UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 7 * 86_400}
-_SPAN = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)([smhdw]?)")
+_NUMBER = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,3})?")
+_SPAN = re.compile(rf"({_NUMBER.pattern})([smhdw]?)")
 
 
 def progress(control: Any) -> str:
@@ -333,16 +342,21 @@ TIMES = (ControlKind.LEASE, ControlKind.TIMEOUT)
 
 def _no_value(value: float | None) -> None:
     if value is not None:
-        raise ControlError(_("%(given)s: this kind takes no value.") % {"given": f"{value:g}"})
+        raise ControlError(_takes_none(f"{value:g}"))
 
 
 def _a_count(value: float | None) -> None:
     if value is None or value != int(value) or not 1 <= value <= MOST:
-        words = _(
-            "%(given)s: give a whole number from 1 to %(most)s. To let nothing run, pause it."
-        )
-        given = "None" if value is None else f"{value:g}"
-        raise ControlError(words % {"given": given, "most": f"{MOST:,}"})
+        raise ControlError(_no_count("None" if value is None else f"{value:g}"))
+
+
+def _takes_none(given: str) -> str:
+    return _("%(given)s: this kind takes no value.") % {"given": given}
+
+
+def _no_count(given: str) -> str:
+    words = _("%(given)s: give a whole number from 1 to %(most)s. To let nothing run, pause it.")
+    return words % {"given": given, "most": f"{MOST:,}"}
 
 
 def _an_option(option: str) -> Callable[[float | None], None]:
@@ -350,7 +364,10 @@ def _an_option(option: str) -> Callable[[float | None], None]:
         try:
             registry.options({option: value}, "control")
         except JobDefinitionError as error:
-            raise ControlError(str(error).removeprefix("control: ")) from None
+            if value is None:
+                raise ControlError(str(error).removeprefix("control: ")) from None
+            words = _("%(given)s s: give 0.1 s to 366 days, such as 90, 90s, 5m, 2h.")
+            raise ControlError(words % {"given": f"{value:g}"}) from None
 
     return check_option
 

@@ -53,9 +53,9 @@ class Kind(StrEnum):
     CREATED = "CREATED"  # a run will follow
     DUPLICATE = "DUPLICATE"  # the key is active already
     REPLAYED = "REPLAYED"  # the key has succeeded and still holds
-    REPLACED = "REPLACED"
-    RERUN = "RERUN"
-    DEBOUNCED = "DEBOUNCED"
+    REPLACED = "REPLACED"  # what waited will run with these arguments (on_conflict="replace")
+    RERUN = "RERUN"  # it has been begun; these arguments run afterwards (on_conflict="rerun")
+    DEBOUNCED = "DEBOUNCED"  # it runs with the newest arguments once calls have stopped (debounce)
     BLOCKED = "BLOCKED"  # a person or a policy stands in the way
 
 

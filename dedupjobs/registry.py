@@ -41,6 +41,7 @@ _former: dict[str, Job[..., Any]] = {}
 _limited: set[str] = set()
 _leases: dict[str, float] = {}
 _missing: set[str] = set()  # what the finders did not find
+_outside: set[str] = set()  # names that no app has given its label
 
 finders: list[Callable[[str], None]] = []
 """Asked for a name that a row has and nothing has registered: each may load its module."""
@@ -186,7 +187,12 @@ class Job(Generic[P, R]):
         return Variant(job=self).enqueue_many(calls)
 
     def run_now(self, *args: P.args, **kwargs: P.kwargs) -> Outcome:
-        """Run this call here and now if its key is free: same rows, same attempts, no queue."""
+        """
+        Run this call here and now if its key is free: same rows, same attempts, no queue.
+
+        While the job is paused, or no lock can be had under on_redis_error="wait", a worker runs
+        it later: the outcome is CREATED, and its job PENDING.
+        """
         return Variant(job=self).run_now(*args, **kwargs)
 
     def status(self, *args: Any, **kwargs: Any) -> Status | None:
@@ -515,6 +521,17 @@ def names() -> list[str]:
     return sorted(_jobs)
 
 
+def outside_apps() -> list[Job[..., Any]]:
+    """Return the jobs that are named by their modules, since no installed app has these."""
+    return [job for job in every() if job.name in _outside]
+
+
+def near(name: str) -> str:
+    """Return the known name that is most like this one, or an empty string."""
+    found = difflib.get_close_matches(name, _jobs, 1, 0.6)
+    return found[0] if found else ""
+
+
 def by_name() -> dict[str, Job[..., Any]]:
     """Return all jobs of this process by their names, present and former ones."""
     return {**_former, **_jobs}
@@ -545,6 +562,7 @@ def leases() -> Mapping[str, float]:
 def forget(name: str) -> None:
     """Remove a job, for tests that define some."""
     gone = _jobs.pop(name, None)
+    _outside.discard(name)
     for alias in gone.aliases if gone else ():
         _former.pop(alias, None)
     _forget_facts((name, *(gone.aliases if gone else ())))
@@ -595,7 +613,11 @@ def _default_name(func: Callable[..., Any]) -> str:
             f"{func.__qualname__} is local to a function, so a worker can not find it; define it "
             "in its app's jobs.py"
         )
-    return f"{app.label if app else func.__module__}.{func.__name__}"
+    if app is not None:
+        return f"{app.label}.{func.__name__}"
+    name = f"{func.__module__}.{func.__name__}"
+    _outside.add(name)
+    return name
 
 
 def _key_maker(key: Any, signature: inspect.Signature, job: str) -> keys.KeyMaker | None:

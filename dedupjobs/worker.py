@@ -268,7 +268,8 @@ class DedupWorker(Worker):
             if names := coordinator.unknown_names():
                 self.log.error(
                     "Worker %s: rows wait for jobs that this worker does not know: %s. Deploy the "
-                    "code that has them, or add their old names with name=.",
+                    "code that has them, add their apps to INSTALLED_APPS, or keep their old names "
+                    "with name= or aliases=.",
                     self.name,
                     ", ".join(names),
                 )

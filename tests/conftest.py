@@ -13,7 +13,7 @@ from django.conf import settings
 from django.db import connection
 from django.utils import translation
 
-from dedupjobs import cache, controls, counters, invalidation, load, runner, stats
+from dedupjobs import cache, controls, counters, invalidation, load, registry, runner, stats
 from dedupjobs.lifecycle import together
 from tests import sessions
 from tests.processes import Spawned
@@ -122,6 +122,11 @@ def spawn(
     yield start
     for process in spawned:
         process.stop()
+
+
+def pytest_collection_finish() -> None:
+    """Let no check name the jobs of these modules, which belong to no app."""
+    registry._outside.clear()
 
 
 @pytest.hookimpl(wrapper=True)

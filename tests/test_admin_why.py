@@ -181,6 +181,13 @@ def test_waiting_rerun_and_unknown_name_are_told_in_every_state() -> None:
         assert "No job of this name is known here" in why.next
 
 
+def test_known_name_that_is_near_an_unknown_one_is_told() -> None:
+    facts = {"status": "HELD", "known": False, "name": "shop.jobs.charge", "near": "shop.charge"}
+    why = explain(situation(facts))
+    assert "Known is shop.charge: if that is it" in why.next
+    assert 'aliases=("shop.jobs.charge",)' in why.next
+
+
 def test_long_error_is_cut_in_the_sentence() -> None:
     why = explain(situation({"status": "HELD", "error": "x" * 10_000}))
     assert len(why.now) < 400

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from django.db import connection, connections
 from django.test.utils import override_settings
 
 from dedupjobs import FOREVER, dispatch, job, registry
+from dedupjobs import checks as ours
 from dedupjobs.inbox import handlers
 from dedupjobs.models import ProcessedJob
 from tests import live
@@ -112,6 +115,24 @@ def test_wrong_setting_is_e001_and_keeps_django_from_starting() -> None:
         assert "Did you mean 'RESEND_AFTER'?" in only("dedupjobs.E001").msg
         with pytest.raises(SystemCheckError, match=r"dedupjobs\.E001"):
             call_command("check")
+
+
+@pytest.mark.parametrize("name", ["DEDUPJOB", "DEDUP_JOBS", "DEDUPEJOBS"])
+def test_setting_that_is_nearly_ours_is_w011(name: str) -> None:
+    with override_settings(**{name: {"TICK": 2}}):
+        assert name in only("dedupjobs.W011").msg
+
+
+def test_setting_that_only_begins_like_ours_passes() -> None:
+    with override_settings(DEDUPJOBS_SERVER="a", JOBS="b"):
+        assert found() == {}
+
+
+def test_django_rq_that_is_not_installed_is_e033() -> None:
+    apps = [app for app in settings.INSTALLED_APPS if app != "django_rq"]
+    with override_settings(INSTALLED_APPS=apps):
+        message = only("dedupjobs.E033")
+    assert "no command rqworker" in message.msg
 
 
 def test_several_wrong_settings_are_all_named() -> None:
@@ -489,7 +510,52 @@ def test_table_of_mysql_that_is_not_fit_is_named_with_its_cure(
 
 def test_rows_that_no_code_can_run_are_w005() -> None:
     alter(jobs.record.enqueue(tag="a").job, name="shop.gone")
-    assert "'shop.gone'" in only("dedupjobs.W005").msg
+    message = only("dedupjobs.W005")
+    assert "'shop.gone'" in message.msg
+    assert "Known is" not in message.hint
+
+
+def test_w005_names_the_known_job_that_is_near() -> None:
+    alter(jobs.record.enqueue(tag="a").job, name="testapp.jobs.record")
+    assert "Known is testapp.record: is that it?" in only("dedupjobs.W005").hint
+
+
+OUTSIDE = """
+from dedupjobs import FOREVER, job
+
+@job(key="a:{a}", unique_for=FOREVER)
+def charge(a): ...
+
+@job(key="a:{a}", unique_for=FOREVER, name="shop.named")
+def named(a): ...
+
+urlpatterns = []
+"""
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A URLconf of no app that has jobs."""
+    (tmp_path / "outside.py").write_text(OUTSIDE)
+    monkeypatch.syspath_prepend(tmp_path)
+    with override_settings(ROOT_URLCONF="outside"):
+        yield tmp_path / "outside.py"
+    sys.modules.pop("outside", None)
+    registry.forget("outside.charge")
+    registry.forget("shop.named")
+
+
+def test_job_that_belongs_to_no_app_is_w010(outside: Path) -> None:
+    message = only("dedupjobs.W010")
+    assert message.msg.startswith("Job outside.charge is named by its module")
+    assert "aliases=('outside.charge',)" in message.hint
+
+
+def test_addresses_that_can_not_be_imported_are_left_to_django(outside: Path) -> None:
+    outside.write_text("import no.such.module")
+    with pytest.raises(ModuleNotFoundError):  # by Django's check
+        found()
+    assert not [m for m in ours._jobs_outside_apps() if "outside" in m.msg]
 
 
 @pytest.mark.parametrize("status", ["SUCCEEDED", "DEAD", "CANCELLED", "HELD"])
@@ -582,9 +648,6 @@ def test_target_that_calls_what_would_do_nothing(path: str, words: str) -> None:
 def test_every_check_has_a_test_here() -> None:
     import inspect
     import re
-    from pathlib import Path
-
-    from dedupjobs import checks as ours
 
     shipped = set(re.findall(r'"(dedupjobs\.[EW]\d+)"', inspect.getsource(ours)))
     tested = set(re.findall(r'"(dedupjobs\.[EW]\d+)"', Path(__file__).read_text()))

@@ -47,6 +47,17 @@ WRONG = {
     "dedupjobs_control pause --queue default --for 0 --by a --reason b": "1 second to 366 days",
     "dedupjobs_control lease --job testapp.record --by a --reason b": "a lease must end",
     "dedupjobs_control lease 0.01 --job testapp.record --by a --reason b": "0.1 s to 366 days",
+    "dedupjobs_control lease 0 --job testapp.record --by a --reason b": (
+        "0 s: give 0.1 s to 366 days, such as 90, 90s, 5m, 2h."
+    ),
+    "dedupjobs_control lease soon --job testapp.record --by a --reason b": "or a time such as 90s",
+    "dedupjobs_control pause soon --queue default --by a --reason b": "this kind takes no value",
+    "dedupjobs_control concurrency two --job testapp.record --by a --reason b": (
+        "'two': give a whole number from 1 to 1,000,000."
+    ),
+    "dedupjobs_control max-attempts 2m --job testapp.record --by a --reason b": (
+        "'2m': give a whole number from 1 to 1,000,000."
+    ),
     "dedupjobs_control timeout --job testapp.record --by a --reason b": "Give a time such as 90s",
     "dedupjobs_control concurrency 0 --job testapp.record --by a --reason b": "pause it",
     "dedupjobs_control concurrency 1.5 --job testapp.record --by a --reason b": "a whole number",
@@ -61,6 +72,7 @@ WRONG = {
     "dedupjobs_invalidate --status SUCEEDED": "no such choice. Did you mean SUCCEEDED?",
     "dedupjobs_invalidate --name testapp.recrod": "Did you mean testapp.record?",
     "dedupjobs_invalidate --older-than -1": "--older-than -1: give 0 to",
+    "dedupjobs_invalidate --older-than soon": "'soon': give seconds, or a time such as 90s, 10m",
     "dedupjobs_invalidate --older-than nan": "--older-than nan: give 0 to",
     "dedupjobs_invalidate --older-than inf": "--older-than inf: give 0 to",
 }

@@ -14,6 +14,7 @@ from django.urls import resolve
 
 from dedupjobs import conf, registry
 from dedupjobs.inbox import handlers
+from dedupjobs.models import Kind
 from docs import generate
 
 TESTS = Path(__file__).parent
@@ -40,6 +41,12 @@ def test_page_shows_what_really_happens(page: Path, monkeypatch: pytest.MonkeyPa
 
 def test_reference_is_what_the_code_says() -> None:
     assert generate.PAGE.read_text() == generate.page(), "run `make reference`"
+
+
+def test_reference_says_what_every_kind_of_outcome_means() -> None:
+    told = generate.PAGE.read_text()
+    for kind in Kind:
+        assert re.search(rf"^\| `{kind}` \| \w.+ \|$", told, re.MULTILINE), kind
 
 
 def test_reference_leaves_out_no_setting_option_check_or_command() -> None:

@@ -36,6 +36,7 @@ from dedupjobs import (
     registry,
     signals,
 )
+from dedupjobs.clock import DbNow
 from dedupjobs.exceptions import ArgumentError
 from dedupjobs.invalidation import Message
 from dedupjobs.lifecycle import Change
@@ -541,6 +542,9 @@ def test_invalidate_command_chooses_by_status_scope_and_age() -> None:
     assert invalidate("--status", "PENDING")["jobs"] == 2
     assert invalidate("--older-than", "0")["jobs"] == 1
     assert invalidate("--older-than", "60")["jobs"] == 0
+    ProcessedJob.objects.filter(name="testapp.record").update(finished_at=DbNow(-3 * 60))
+    assert invalidate("--older-than", "2m")["jobs"] == 1
+    assert invalidate("--older-than", "4m")["jobs"] == 0
     assert invalidate("--status", "PENDING", "--scope", "t2")["jobs"] == 1
 
 

@@ -160,6 +160,14 @@ def test_pause_between_two_attempts_is_called_what_it_was(
     assert [event.words for event in told if event.kind == "pause"] == words
 
 
+def test_story_of_an_unknown_job_names_the_known_one_that_is_near() -> None:
+    row = jobs.record.enqueue(tag="a").job
+    ProcessedJob.objects.filter(pk=row.pk).update(name="testapp.jobs.record")
+    assert "Known is testapp.record:" in printed("dedupjobs_explain", "record:a")
+    ProcessedJob.objects.filter(pk=row.pk).update(name="nothing.like.it")
+    assert "Known is" not in printed("dedupjobs_explain", "record:a")
+
+
 def test_late_ending_stands_in_the_story() -> None:
     claim = claimed(jobs.record.enqueue(tag="a").job)
     lost = lifecycle.reclaim(claim.fence, beat_at=expire(claim), ahead_of=None, reason="no beat")

@@ -97,6 +97,14 @@ def test_job_runs_by_its_row_alone_where_nothing_else_is_said(apart: Apart) -> N
     assert live.row_of(outcome).status == Status.SUCCEEDED
 
 
+def test_run_now_that_waits_is_left_to_a_worker(apart: Apart) -> None:
+    apart.away()
+    outcome = jobs.record_if_locked.run_now(tag="a")
+    assert outcome.kind is Kind.CREATED
+    assert outcome.job.status == Status.PENDING
+    assert lifecycle.is_aside(untouched(outcome))
+
+
 def test_retry_that_waits_keeps_its_failures(apart: Apart) -> None:
     outcome = jobs.record_if_locked.enqueue(tag="a")
     ProcessedJob.objects.update(status=Status.RETRYING, failures=2, attempts=2)

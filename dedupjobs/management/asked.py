@@ -79,6 +79,17 @@ def at_least_one(flag: str, count: int | None) -> None:
         raise refused(f"{flag} {count}: give a whole number of at least 1.")
 
 
+def lasting(flag: str, text: str) -> float:
+    """Return the seconds that "90", "90s", "10m", "2h" or "7d" means; at most a century."""
+    found = _SPAN.fullmatch(text)
+    try:
+        value = int(found[1]) * UNITS[found[2]] if found else float(text)
+    except ValueError:
+        words = f"{flag} {line(text, 50)!r}: give seconds, or a time such as 90s, 10m, 2h or 7d."
+        raise refused(words) from None
+    return seconds(flag, value)
+
+
 def seconds(flag: str, value: float) -> float:
     """Return a duration that is not negative, a number, and no longer than a century."""
     if not 0 <= value <= LONGEST:

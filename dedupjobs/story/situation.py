@@ -17,11 +17,13 @@ from dedupjobs.story.why import Situation, Try
 def situation(row: ProcessedJob, newest: JobAttempt | None, now: datetime) -> Situation:
     """Return the facts that the sentences need."""
     options = controls.known().options_of(row.name)
+    known = registry.find(row.name) is not None
     longest, jitter = _longest_delay(options.backoff, row.failures)
     return Situation(
         status=row.status,
         now=now,
         run_after=row.run_after,
+        name=row.name,
         queue=row.queue,
         dispatched_at=row.dispatched_at,
         failures=row.failures,
@@ -42,7 +44,8 @@ def situation(row: ProcessedJob, newest: JobAttempt | None, now: datetime) -> Si
         finished_at=row.ended_at,
         unique_until=row.unique_until,
         tombstone=row.is_tombstone,
-        known=registry.find(row.name) is not None,
+        known=known,
+        near="" if known else registry.near(row.name),
         tick=conf.get().TICK,
         resend_after=conf.get().RESEND_AFTER,
         aside=_aside(row),

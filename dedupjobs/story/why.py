@@ -42,6 +42,7 @@ class Situation:
     status: str
     now: datetime
     run_after: datetime
+    name: str = ""
     queue: str = "default"
     dispatched_at: datetime | None = None
     failures: int = 0
@@ -63,6 +64,7 @@ class Situation:
     unique_until: datetime | None = None
     tombstone: bool = False
     known: bool = True
+    near: str = ""
     tick: float = 1.0
     resend_after: float = 30.0
     aside: str = ""
@@ -97,11 +99,20 @@ def explain(s: Situation) -> Why:
     why = _OF[Status(s.status)](s)
     if not s.known:
         unknown = _("No job of this name is known here: a worker without it parks the row.")
-        why = Why(now=why.now, next=f"{why.next} {unknown}", level="warn")
+        why = Why(now=why.now, next=f"{why.next} {unknown}{_meant(s)}", level="warn")
     if s.rerun_waits:
         waits = _("Another run with newer arguments waits and follows.")
         why = Why(now=why.now, next=f"{why.next} {waits}", level=why.level)
     return why
+
+
+def _meant(s: Situation) -> str:
+    if not s.near:
+        return ""
+    meant = _(
+        ' Known is %(near)s: if that is it, let it keep this name, too: aliases=("%(name)s",).'
+    )
+    return meant % {"near": s.near, "name": s.name}
 
 
 def is_stuck(s: Situation) -> bool:

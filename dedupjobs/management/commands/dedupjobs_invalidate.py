@@ -29,7 +29,7 @@ class Command(BaseCommand):
         parser.add_argument("--scope", help="Jobs of this tenant.")
         parser.add_argument("--status", help=f"Jobs in this status: {', '.join(Status)}.")
         parser.add_argument(
-            "--older-than", type=float, metavar="SECONDS", help="Jobs that ended before that."
+            "--older-than", metavar="SPAN", help="Jobs that ended before that: 90, 10m, 2h, 7d."
         )
         parser.add_argument("--all", action="store_true", help="All jobs.")
         parser.add_argument("--dry-run", action="store_true", help="Only count the jobs.")
@@ -62,8 +62,8 @@ class Command(BaseCommand):
         filters = {name: options[name] for name in ("key", "name", "scope", "status")}
         given = {name: value for name, value in filters.items() if value is not None}
         if options["older_than"] is not None:
-            asked.seconds("--older-than", options["older_than"])
-            given["finished_at__lt"] = DbNow(-options["older_than"])
+            age = asked.lasting("--older-than", str(options["older_than"]))
+            given["finished_at__lt"] = DbNow(-age)
         if bool(given) == options["all"]:
             raise asked.refused(
                 "Say which jobs: --key, --name, --scope, --status, --older-than; or --all."
