@@ -37,7 +37,8 @@ def banners(now: Now, seen: Fleet, newest: datetime | None, period: Period) -> l
         _unreachable(server.address, server.trouble) for server in seen.servers if server.trouble
     ]
     if seen.leader_trouble:
-        found.append(_unreachable(_("of the locks"), seen.leader_trouble))
+        if not seen.lock_troubles:  # which say it
+            found.append(_unreachable(_("of the locks"), seen.leader_trouble))
     elif seen.leader is None:
         found.append(
             Banner(
