@@ -1,40 +1,63 @@
 """
-What the lock servers say of themselves: asked by checks, the doctor and the dashboard, never by
-a run. One question to each, LOCK_TIMEOUT long at the most.
+What the lock servers say of themselves, and whether they can be written to: asked by checks, the
+doctor, the dashboard, alerts and metrics, never by a run. One question to each, LOCK_TIMEOUT long
+at the most.
+
+    key      <KEY_PREFIX>:<VERSION>:<PREFIX>:asked     set to "" for PROBE_TTL by each question
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
 from django_redis import get_redis_connection
 from redis import Redis
+from redis.exceptions import MovedError
 
 from dedupjobs import clock, conf, votes, wire
 from dedupjobs.wire import UNREACHABLE
 
 ODD_CLOCK = 1.0  # seconds between two servers' clocks that deserve a word
+PROBE_TTL = 1000  # milliseconds that the key lives which a question writes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """
-    One lock server. ``trouble``: why it can not be asked. ``run_id``: of its process. ``upstream``:
-    of a replica, whom it follows. ``ahead``: seconds by which its clock is before this machine's.
+    One lock server. ``trouble``: why it can not be asked. ``refusal``: what it answers to a write,
+    if not yes. ``facts``: its INFO. ``run_id``: of its process. ``upstream``: of a replica, whom it
+    follows. ``took``: seconds of one command. ``ahead``: seconds by which its clock is before this
+    machine's.
     """
 
     alias: str
     trouble: str = ""
+    refusal: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
     run_id: str = ""
     upstream: str = ""
     is_replica: bool = False
     is_cluster: bool = False
+    took: float = 0.0
     ahead: float = 0.0
+
+    @property
+    def complaint(self) -> str:
+        """Why no lock is to be had there, or an empty text."""
+        if self.trouble:
+            return f"does not answer: {self.trouble}".rstrip(".")
+        return f"refuses to write: {self.refusal}".rstrip(".") if self.refusal else ""
+
+    @property
+    def memory(self) -> wire.Memory:
+        """What it uses, and may use; of one that could be asked."""
+        return wire.memory_in(self.facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,42 +70,62 @@ class Problem:
     is_fatal: bool
 
 
-def others() -> tuple[str, ...]:
-    """Return the aliases of the lock servers besides the one that has the counters."""
-    return conf.get().lock_caches[1:]
-
-
 def take() -> list[Member]:
     """Ask each lock server; never raises because one can not be reached."""
     return [_ask(alias) for alias in conf.get().lock_caches]
 
 
+def can_lock(members: Sequence[Member]) -> bool:
+    """Whether locks can be had: a majority answers, and can be written to."""
+    return taking(members) >= votes.majority(len(members))
+
+
+def taking(members: Sequence[Member]) -> int:
+    """Return how many of them take locks."""
+    return sum(not member.complaint for member in members)
+
+
 def _ask(alias: str) -> Member:
     try:
-        said, now = facts(alias), time(alias)
+        with _asking(alias) as client:
+            client.connection_pool.release(client.connection_pool.get_connection())  # connects
+            begun = clock.monotonic()
+            now = wire.time_of(client)
+            took = clock.monotonic() - begun
+            ours = clock.utcnow().timestamp() - took / 2
+            said, refusal = _facts(client, _probe(alias))
     except (*UNREACHABLE, ImproperlyConfigured) as error:
         return Member(alias=alias, trouble=f"{type(error).__name__}: {error}")
     replica = said.get("role") == "slave"
     return Member(
         alias=alias,
+        refusal=refusal,
+        facts=said,
         run_id=str(said.get("run_id", "")),
         is_replica=replica,
         upstream=f"{said.get('master_host')}:{said.get('master_port')}" if replica else "",
         is_cluster=bool(said.get("cluster_enabled")),
-        ahead=now - clock.utcnow().timestamp(),
+        took=took,
+        ahead=now - ours,
     )
 
 
-def facts(alias: str) -> dict[str, Any]:
-    """Return what a lock server says of itself; raises what Redis raises."""
-    with _asking(alias) as client:
-        return dict(client.info())
+def _facts(client: Redis, key: str) -> tuple[dict[str, Any], str]:
+    """Return what a server says of itself, and why it does not write, in one round trip."""
+    pipe = client.pipeline(transaction=False)
+    pipe.info()
+    pipe.set(key, "", px=PROBE_TTL)
+    said, wrote = pipe.execute(raise_on_error=False)
+    if isinstance(said, Exception):
+        raise said
+    # Of a cluster, another node may have that key.
+    refused = isinstance(wrote, Exception) and not isinstance(wrote, MovedError)
+    return dict(said), f"{type(wrote).__name__}: {wrote}" if refused else ""
 
 
-def time(alias: str) -> float:
-    """Return the clock of a lock server, in Unix seconds; raises what Redis raises."""
-    with _asking(alias) as client:
-        return wire.time_of(client)
+def _probe(alias: str) -> str:
+    cache: Any = caches[alias]
+    return str(cache.client.make_key(f"{conf.get().PREFIX}:asked"))
 
 
 @contextmanager
@@ -160,21 +203,36 @@ def same(aliases: Sequence[str], why: str) -> Problem:
 
 
 def _missing(members: Sequence[Member]) -> Iterator[Problem]:
-    away = [member for member in members if member.trouble]
-    if not away or len(members) == 1:
+    away = [member for member in members if member.complaint and not _is_told(member, members)]
+    if not away:
         return
-    answer, needed = len(members) - len(away), votes.majority(len(members))
-    names = "; ".join(f"{member.alias}: {member.trouble}" for member in away)
-    fatal = answer < needed
-    what = "no lock can be had" if fatal else f"{answer - needed} more may fail"
+    number, taken, needed = len(members), taking(members), votes.majority(len(members))
+    names = "; ".join(f"{member.alias} {member.complaint}" for member in away)
+    fatal = not can_lock(members)
+    what = "no lock can be had" if fatal else f"{taken - needed} more may fail"
     yield Problem(
         number="W020",
-        words=f"{answer} of {len(members)} lock servers answer, {needed} must: {what} ({names}).",
-        cure="Start them again. Meanwhile jobs do what their on_redis_error says; the rows decide."
-        if fatal
-        else "Start it again; wait for the longest lease first if it lost its keys.",
+        words=f"{taken} of {number} lock server(s) take locks, {needed} must: {what} ({names}).",
+        cure=NO_LOCKS_CURE if fatal else ENOUGH_CURE,
         is_fatal=fatal,
     )
+
+
+def _is_told(member: Member, members: Sequence[Member]) -> bool:
+    """Whether others say it: E041, E042, or of an only server whoever finds it away."""
+    if len(members) == 1 and member.trouble:
+        return True
+    return member.is_replica or (member.is_cluster and len(members) > 1)
+
+
+NO_LOCKS_CURE = (
+    "Start what is away, and let what refuses write (memory, disk, replicas). Meanwhile jobs do "
+    "what their on_redis_error says; the rows decide."
+)
+ENOUGH_CURE = (
+    "Start it again, or let it write (memory, disk, replicas). Jobs run on meanwhile. It need not "
+    "stay away if it has lost its keys: the rows decide."
+)
 
 
 def _clocks(members: Sequence[Member]) -> Iterator[Problem]:

@@ -84,7 +84,7 @@ def _installed_apps(**_: Any) -> list[CheckMessage]:
     if apps.is_installed("django_rq"):
         return []
     text = "django_rq is not in INSTALLED_APPS, so manage.py has no command rqworker."
-    return [Error(text, hint='Add "django_rq" to INSTALLED_APPS.', id="dedupjobs.E033")]
+    return [Error(text, hint='Add "django_rq" to INSTALLED_APPS.', id="dedupjobs.E035")]
 
 
 def _jobs_outside_apps(**_: Any) -> list[CheckMessage]:

@@ -482,24 +482,6 @@ def forget_clients() -> None:
     forget_owed()
 
 
-def memory() -> wire.Memory:
-    """Return how much memory the locks' server uses; raises what Redis raises."""
-    with _client().deadline(conf.get().LOCK_TIMEOUT):
-        return wire.memory_of(_client().redis)
-
-
-def server_time() -> float:
-    """Return the clock of the locks' server, in Unix seconds; raises what Redis raises."""
-    with _client().deadline(conf.get().LOCK_TIMEOUT):
-        return wire.time_of(_client().redis)
-
-
-def server_facts() -> dict[str, Any]:
-    """Return what the locks' server says of itself; raises what Redis raises."""
-    with _client().deadline(conf.get().LOCK_TIMEOUT):
-        return dict(_client().redis.info())
-
-
 def _key() -> str:
     return f"{conf.get().PREFIX}:{{counters}}"
 

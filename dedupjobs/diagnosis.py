@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -30,6 +29,7 @@ from dedupjobs import (
     counters,
     dispatch,
     lifecycle,
+    load,
     registry,
     traffic,
 )
@@ -208,17 +208,19 @@ def _indexes() -> Findings:
 def _clocks() -> Findings:
     ours, theirs = clock.utcnow(), lifecycle.database_now()
     yield _compared("the database's", (theirs - ours).total_seconds())
-    for name, now in _redis_clocks():
-        yield _compared(name, now - clock.utcnow().timestamp())
+    for name, ahead in _redis_clocks():
+        yield _compared(name, ahead)
 
 
 def _redis_clocks() -> Iterator[tuple[str, float]]:
-    yield "the locks' Redis's", counters.server_time()
-    for alias in census.others():
-        with suppress(*UNREACHABLE):  # one that is away is named among the servers
-            yield f"lock server {alias}'s", census.time(alias)
+    """Yield how far each server's clock is ahead; one that is away is named among the servers."""
+    for at, member in enumerate(census.take()):
+        if not member.trouble:
+            yield f"lock server {member.alias}'s" if at else "the locks' Redis's", member.ahead
     for queue in dispatch.one_queue_per_server():
-        yield f"the Redis of queue {queue}'s", dispatch.server_time(queue)
+        with suppress(*UNREACHABLE, UnknownQueue):
+            now = dispatch.server_time(queue)
+            yield f"the Redis of queue {queue}'s", now - clock.utcnow().timestamp()
 
 
 def _compared(whose: str, ahead: float) -> Finding:
@@ -273,26 +275,36 @@ def _connections(connection: Any) -> tuple[int, int]:
 
 
 def _redis() -> Findings:
-    for name, server in _servers():
+    yield from _lock_servers()
+    for queue in dispatch.one_queue_per_server():
+        name = f"the Redis of queue {queue}"
         try:
-            facts = server()
+            facts = dispatch.server_facts(queue)
         except (*UNREACHABLE, UnknownQueue) as error:
             words = f"{name} does not answer: {type(error).__name__}: {error}"
-            cure = "Start it, or correct CACHES and RQ_QUEUES. Rows wait until it answers."
+            cure = "Start it, or correct RQ_QUEUES. Rows wait until it answers."
             yield Finding(about="redis", level=FAILURE, words=words, cure=cure)
         else:
             yield from _of_server(name, facts)
 
 
-def _servers() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    yield "the Redis of locks and counters", counters.server_facts
-    for alias in census.others():
-        yield f"lock server {alias}", partial(census.facts, alias)
-    for queue in dispatch.one_queue_per_server():
-        yield f"the Redis of queue {queue}", partial(dispatch.server_facts, queue)
+def _lock_servers() -> Findings:
+    members = census.take()
+    enough = census.can_lock(members)
+    for at, member in enumerate(members):
+        name = f"lock server {member.alias}" if at else "the Redis of locks and counters"
+        if member.trouble or (member.refusal and not member.is_replica):
+            yield Finding(
+                about="redis",
+                level=WARNING if enough else FAILURE,
+                words=f"{name} {member.complaint}",
+                cure=census.ENOUGH_CURE if enough else census.NO_LOCKS_CURE,
+            )
+        if not member.trouble:
+            yield from _of_server(name, member.facts)
 
 
-def _of_server(name: str, facts: dict[str, Any]) -> Findings:
+def _of_server(name: str, facts: Mapping[str, Any]) -> Findings:
     kind = "Valkey" if "valkey_version" in facts else "Redis"
     version = facts.get("valkey_version", facts.get("redis_version", "of unknown version"))
     yield Finding(about="redis", level=OK, words=f"{name}: {kind} {version}")
@@ -322,7 +334,7 @@ def _of_server(name: str, facts: dict[str, Any]) -> Findings:
     yield from _persistence(name, facts)
 
 
-def _persistence(name: str, facts: dict[str, Any]) -> Findings:
+def _persistence(name: str, facts: Mapping[str, Any]) -> Findings:
     troubles = [
         key
         for key in ("rdb_last_bgsave_status", "aof_last_write_status", "aof_last_bgrewrite_status")
@@ -348,10 +360,17 @@ def _persistence(name: str, facts: dict[str, Any]) -> Findings:
 
 
 def _coordinator() -> Findings:
-    age = counters.read(coordinator.ROLE).signs.get(coordinator.ROLE)
+    try:
+        age = counters.read(coordinator.ROLE).signs.get(coordinator.ROLE)
+    except UNREACHABLE as error:
+        yield _unasked(f"Redis does not answer: {type(error).__name__}: {error}")
+        return
     if age is not None and age <= LATE:
         words = f"its last round was {age:.0f} s ago"
         yield Finding(about="coordinator", level=OK, words=words)
+        return
+    if complaint := census.take()[0].complaint:
+        yield _unasked(f"the Redis of locks and counters {complaint}")
         return
     late = "has left no sign" if age is None else f"was last seen {age:.0f} s ago"
     yield Finding(
@@ -360,6 +379,18 @@ def _coordinator() -> Findings:
         words=f"a coordinator {late}: no retry is sent and no dead worker's job is recovered",
         cure="Start a worker with RQ['WORKER_CLASS'] = 'dedupjobs.worker.DedupWorker', or "
         "`manage.py dedupjobs_coordinator`.",
+    )
+
+
+def _unasked(why: str) -> Finding:
+    """That none is at work shows in the database, too, and is an alert."""
+    looked = load.last()
+    seen = f"one has looked {load.age(looked):.0f} s ago" if looked else "none has ever looked"
+    return Finding(
+        about="coordinator",
+        level=WARNING,
+        words=f"its sign of life can not be asked for: {why}. By the database, {seen}",
+        cure="Mend that Redis. The alert no_coordinator tells if none is at work.",
     )
 
 

@@ -58,7 +58,7 @@ class Leader:
 class Fleet:
     """
     All of it. ``leader_trouble``: why the leader can not be known. ``lock_troubles``: what is
-    wrong among several lock servers.
+    wrong among the lock servers.
     """
 
     workers: tuple[Worker, ...]
@@ -79,13 +79,14 @@ def look() -> Fleet:
         server, found = _ask(tuple(theirs))
         servers.append(server)
         workers.update(found)
-    leader, trouble = _leader()
+    members = census.take()
+    leader, trouble = _leader(members[0].complaint)
     return Fleet(
         workers=tuple(workers[name] for name in sorted(workers)),
         servers=tuple(servers),
         leader=leader,
         leader_trouble=trouble,
-        lock_troubles=tuple(census.problems(census.take())) if census.others() else (),
+        lock_troubles=tuple(census.problems(members)),
     )
 
 
@@ -132,13 +133,14 @@ def _worker(name: str, said: dict[str, str]) -> Worker:
     )
 
 
-def _leader() -> tuple[Leader | None, str]:
+def _leader(complaint: str) -> tuple[Leader | None, str]:
+    """Ask who leads; ``complaint``: of the server on which that stands."""
     try:
         seen = locks.leader()
     except UNREACHABLE as error:
         return None, f"{type(error).__name__}: {error}"
     if seen is None:
-        return None, ""
+        return None, complaint  # nobody can take the lease there
     age = conf.get().LEADER_TTL - (seen.ttl or 0.0)
     return Leader(owner=seen.owner, beat_age=max(age, 0.0)), ""
 

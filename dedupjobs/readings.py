@@ -17,14 +17,14 @@ from typing import Any
 from django.db import DatabaseError, InterfaceError
 from django.db.models import Count, Min
 
-from dedupjobs import coordinator, counters, criteria, dispatch, lifecycle, load, traffic
+from dedupjobs import census, coordinator, counters, criteria, dispatch, lifecycle, load, traffic
 from dedupjobs.alerts import book
 from dedupjobs.clock import DbNow
 from dedupjobs.counters import OTHER, Counts
 from dedupjobs.exceptions import UnknownQueue
 from dedupjobs.models import WAITING, Cause, DuplicateCount
 from dedupjobs.thresholds import KINDS
-from dedupjobs.wire import UNREACHABLE
+from dedupjobs.wire import UNREACHABLE, Memory
 
 PREFIX = "dedupjobs_"
 COUNTED = 5_000  # waiting rows of a queue, and stale attempts, beyond which nobody counts
@@ -122,6 +122,11 @@ GAUGES = {
         ("counters_since_timestamp_seconds", "When the counters in Redis began at 0.", ()),
         ("database_up", "Whether the tables could be read (1 or 0).", ()),
         ("redis_up", "Whether the counters could be read (1 or 0).", ()),
+        (
+            "redis_server_up",
+            "Whether a Redis server answers, and one of the locks can be written to (1 or 0).",
+            ("server",),
+        ),
     )
 }
 
@@ -142,6 +147,7 @@ def collect() -> list[Family]:
     found = _Found()
     _read_tables(found)
     _read_counters(found)
+    _read_lock_servers(found)
     _read_queues(found)
     return found.families()
 
@@ -155,6 +161,12 @@ class _Found:
 
     def gauge(self, name: str, value: float, *labels: str) -> None:
         self.gauges.setdefault(name, {})[labels] = value
+
+    def server(self, name: str, memory: Memory | None, *, up: bool) -> None:
+        self.gauge("redis_server_up", up, name)
+        if memory is not None:
+            self.gauge("redis_memory_used_bytes", memory.used, name)
+            self.gauge("redis_memory_limit_bytes", memory.limit, name)
 
     def age(self, at: datetime | None) -> float:
         """Return the seconds since a moment of the database; 0 where there is none."""
@@ -281,27 +293,22 @@ def _read_counters(found: _Found) -> None:
         found.gauge("counters_since_timestamp_seconds", found.counts.since)
     for age in found.counts.signs.values():
         found.gauge("coordinator_heartbeat_age_seconds", age)
-    try:
-        _read_memory(found)
-    except UNREACHABLE:
-        found.gauge("redis_up", 0)
 
 
-def _read_memory(found: _Found) -> None:
-    memory = counters.memory()
-    found.gauge("redis_memory_used_bytes", memory.used, "locks")
-    found.gauge("redis_memory_limit_bytes", memory.limit, "locks")
+def _read_lock_servers(found: _Found) -> None:
+    for at, member in enumerate(census.take()):
+        memory = None if member.trouble else member.memory
+        found.server(f"locks {member.alias}" if at else "locks", memory, up=not member.complaint)
 
 
 def _read_queues(found: _Found) -> None:
     for queue in dispatch.one_queue_per_server()[:MOST_QUEUES]:
         try:
-            memory = dispatch.memory(queue)
+            found.server(f"queue {queue}", dispatch.memory(queue), up=True)
         except (*UNREACHABLE, UnknownQueue):
+            found.server(f"queue {queue}", None, up=False)
             found.gauge("redis_up", 0)
             return
-        found.gauge("redis_memory_used_bytes", memory.used, f"queue {queue}")
-        found.gauge("redis_memory_limit_bytes", memory.limit, f"queue {queue}")
     for queue in _queues():
         try:
             workers = dispatch.workers(queue)

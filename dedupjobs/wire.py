@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -248,6 +248,11 @@ class Memory:
 def memory_of(client: Redis) -> Memory:
     """Ask a server how much memory it uses; raises what Redis raises."""
     facts: Any = client.info("memory")
+    return memory_in(facts)
+
+
+def memory_in(facts: Mapping[str, Any]) -> Memory:
+    """Return what a server's INFO says of its memory."""
     return Memory(int(facts["used_memory"]), int(facts.get("maxmemory", 0)))
 
 

@@ -71,7 +71,8 @@ CHECKS = {
     "E041": "An alias of LOCK_CACHE is a replica, which can not write.",
     "E042": "A node of a Redis Cluster is one of several lock servers.",
     "W009": "Two settings, each right, that do not go together.",
-    "W020": "Some of several lock servers do not answer; the text says whether a majority does.",
+    "W020": "Lock servers do not answer, or refuse to write; the text says which, and whether a "
+    "majority takes locks.",
     "W021": "The clocks of lock servers differ; the text says what that means.",
 }
 """Texts that the code puts together elsewhere."""

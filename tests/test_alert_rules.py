@@ -169,6 +169,33 @@ def test_alert_of_dead_events_says_what_later_ones_do(waits: bool, words: str) -
     assert f"Later events of their keys {words}." in alert.cure
 
 
+def locked(name: str, complaint: str = "") -> Server:
+    return Server(name=name, trouble=complaint, has_locks=True, complaint=complaint)
+
+
+@pytest.mark.parametrize(
+    ("away", "of", "severity", "words"),
+    [
+        (1, 3, "warning", "2 of 3 lock server(s) take locks, which is enough: jobs run on."),
+        (2, 5, "warning", "3 of 5 lock server(s) take locks, which is enough: jobs run on."),
+        (2, 3, "critical", "1 of 3 lock server(s) take locks, 2 must: no lock can be had."),
+        (1, 1, "critical", "0 of 1 lock server(s) take locks, 1 must: no lock can be had."),
+    ],
+)
+def test_lock_server_that_takes_none_is_critical_without_a_majority_only(
+    away: int, of: int, severity: str, words: str
+) -> None:
+    refuses = [locked(f"l{at}", "refuses to write: OOM" if at < away else "") for at in range(of)]
+    queue = Server(name="queue default", trouble="ConnectionError: refused")
+    *mine, other = found("redis_down", Sight(servers=(*refuses, queue)))
+    assert [one.subject for one in mine] == [f"l{at}" for at in range(away)]
+    assert {one.severity for one in mine} == {severity}
+    assert all(one.words.endswith(f"refuses to write: OOM; {words}") for one in mine)
+    assert "handed over again" not in "".join(one.cure for one in mine)
+    assert (other.subject, other.severity) == ("queue default", "critical")
+    assert "handed over again" in other.cure
+
+
 def test_subjects_are_bounded_and_the_worst_stay() -> None:
     many = found("dead", Sight(dead={f"job{i}": i for i in range(1, 60)}))
     assert len(many) == rules.MOST_SUBJECTS

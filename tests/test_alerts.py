@@ -37,6 +37,7 @@ from tests import live, outlet
 from tests.app import jobs
 from tests.hook import Hook
 from tests.servers import Valkey
+from tests.test_quorum import lock_servers
 from tests.waiting import until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -340,6 +341,26 @@ def test_redis_that_is_away_is_told_and_keeps_nothing_else_from_being_told() -> 
         mend(row)
         looks(watching)
         assert open_ones("redis_down") == []
+
+
+@pytest.mark.large
+def test_lock_server_that_is_away_is_a_warning_that_becomes_critical_with_the_majority() -> None:
+    with lock_servers(3, **live.BRISK, ALERTS=AT_ONCE) as servers:
+        watching = Watch()
+        servers.kill(1)
+        looks(watching)
+        alert = Alert.objects.get(kind="redis_down")
+        assert (alert.subject, alert.severity) == ("locks locks1", "warning")
+        assert "jobs run on" in alert.words
+        servers.kill(2)
+        looks(watching)
+        raised = Alert.objects.filter(kind="redis_down").order_by("subject")
+        assert [(one.subject, one.severity) for one in raised] == [
+            ("locks locks1", "critical"),
+            ("locks locks2", "critical"),
+        ]
+        assert all("no lock can be had" in one.words for one in raised)
+        assert all("on_redis_error" in one.cure for one in raised)
 
 
 def test_replica_that_is_behind_is_told(replica: Any) -> None:

@@ -131,7 +131,7 @@ def test_setting_that_only_begins_like_ours_passes() -> None:
 def test_django_rq_that_is_not_installed_is_e033() -> None:
     apps = [app for app in settings.INSTALLED_APPS if app != "django_rq"]
     with override_settings(INSTALLED_APPS=apps):
-        message = only("dedupjobs.E033")
+        message = only("dedupjobs.E035")
     assert "no command rqworker" in message.msg
 
 

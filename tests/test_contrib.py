@@ -178,6 +178,23 @@ def test_rules_are_what_prometheus_loads() -> None:
         assert done.returncode == 0, done.stderr
 
 
+def test_lock_server_that_is_away_is_told_otherwise_than_a_coordinator_or_the_queues() -> None:
+    """Its loss takes the coordinator's sign of life away, and no job's message."""
+    rules = {rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"]}
+    assert rules["DedupjobsNoCoordinator"]["expr"] == 'dedupjobs_alerts{kind="no_coordinator"} > 0'
+    down = {
+        name: (set(re.findall(r'server=~?"([^"]*)"', rule["expr"])), rule["labels"]["severity"])
+        for name, rule in rules.items()
+        if "redis_server_up" in rule["expr"]
+    }
+    assert down == {
+        "DedupjobsRedisDown": ({"queue .*"}, "critical"),
+        "DedupjobsLockServerDown": ({"locks.*"}, "warning"),
+        "DedupjobsNoLocks": ({"locks.*"}, "critical"),
+    }
+    assert not any("redis_up" in rule["expr"] for rule in rules.values())
+
+
 def test_dashboard_is_what_grafana_imports() -> None:
     Draft202012Validator(DASHBOARD_SCHEMA).validate(DASHBOARD)
     ids = [panel["id"] for panel in DASHBOARD["panels"]]

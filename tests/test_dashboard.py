@@ -20,6 +20,7 @@ from dedupjobs import conf, counters, criteria, dispatch, fleet, lifecycle, lock
 from dedupjobs.admin import board, tiles
 from dedupjobs.admin.charts import Plan, Series, draw
 from dedupjobs.admin.tiles import Tile
+from dedupjobs.alerts import book, rules
 from dedupjobs.alerts.watch import Watch
 from dedupjobs.coordinator import Coordinator
 from dedupjobs.models import (
@@ -268,6 +269,8 @@ def test_redis_that_is_away_is_named_and_the_rest_is_shown(
     assert page.status_code == 200
     assert "can not be asked" in text(page)
     assert "No job is lost" in text(page)
+    assert "Who coordinates can not be asked." in text(page)
+    assert "No coordinator leads" not in text(page), "which nobody knows"
     assert values(page.context["board"])["dead"] == "1"
 
 
@@ -280,6 +283,26 @@ def test_stuck_jobs_are_the_headline(admin_client: Client) -> None:
     make(Status.DEAD)
     make(Status.HELD)
     assert "2 jobs need a person." in text(admin_client.get(url()))
+
+
+def test_open_alert_is_the_headline_where_all_is_up_and_who_needs_a_person_is_in_it(
+    admin_client: Client,
+) -> None:
+    def headline() -> str:
+        return str(admin_client.get(url()).context["board"].headline)
+
+    Coordinator().tick()
+    Watch().round()
+    retries = rules.Found(subject="testapp.fail", words="100 runs did not succeed.", cure="Look.")
+    book.announce("retries", retries)
+    assert headline() == "1 critical alert is open."
+    make(Status.DEAD)
+    assert headline() == "1 critical alert is open. 1 job needs a person."
+    book.announce("stuck", retries)
+    expired(make(Status.RUNNING))
+    assert headline() == "1 job is stuck. 1 job needs a person."
+    ProcessedJob.objects.all().delete()
+    assert headline() == "2 critical alerts are open."
 
 
 def test_what_is_not_measured_is_not_a_zero() -> None:

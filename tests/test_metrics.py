@@ -37,6 +37,7 @@ from dedupjobs import (
     runner,
     stats,
 )
+from dedupjobs.alerts.watch import Watch
 from dedupjobs.coordinator import Coordinator
 from dedupjobs.counters import FAST, Buckets
 from dedupjobs.locks import Grip
@@ -47,6 +48,7 @@ from tests.app import jobs
 from tests.proxy import Proxy
 from tests.rows import Side, alter, alter_attempt, at, claimed, expire, race, tables_missing
 from tests.servers import Valkey
+from tests.test_quorum import lock_servers
 from tests.waiting import until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -523,6 +525,36 @@ def test_memory_of_each_redis_is_shown_with_its_limit() -> None:
     assert set(used) == {'{server="locks"}', '{server="queue default"}'}
     assert min(used.values()) > 100_000
     assert gauge("redis_memory_limit_bytes") == dict.fromkeys(used, 0)
+    assert gauge("redis_server_up") == dict.fromkeys(used, 1)
+
+
+@pytest.mark.large
+def test_each_lock_server_of_a_quorum_shows_its_memory_and_whether_it_takes_locks() -> None:
+    with lock_servers(3) as servers:
+        Watch().round()
+        with servers.valkeys[1].client() as client:
+            client.config_set("maxmemory", "1")
+            client.config_set("maxmemory-policy", "noeviction")
+        assert gauge("redis_memory_limit_bytes") == {
+            '{server="locks"}': 0,
+            '{server="locks locks1"}': 1,
+            '{server="locks locks2"}': 0,
+            '{server="queue default"}': 0,
+        }
+        servers.kill(0)
+        assert gauge("redis_server_up") == {
+            '{server="locks"}': 0,
+            '{server="locks locks1"}': 0,
+            '{server="locks locks2"}': 1,
+            '{server="queue default"}': 1,
+        }
+        assert set(gauge("redis_memory_used_bytes")) == {
+            '{server="locks locks1"}',
+            '{server="locks locks2"}',
+            '{server="queue default"}',
+        }
+        assert not gauge("coordinator_heartbeat_age_seconds"), "it stands on the first one"
+        assert gauge("alerts")['{kind="no_coordinator"}'] == 0, "one has just looked"
 
 
 # ---- labels

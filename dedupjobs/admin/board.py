@@ -62,7 +62,7 @@ def read(name: str) -> Board:
     return Board(
         now=now.at,
         span=name,
-        headline=troubles.headline(level, now),
+        headline=troubles.headline(level, now, banners, alerts),
         level=level,
         banners=banners,
         alerts=alerts,

@@ -37,7 +37,8 @@ def banners(now: Now, seen: Fleet, newest: datetime | None, period: Period) -> l
         _unreachable(server.address, server.trouble) for server in seen.servers if server.trouble
     ]
     if seen.leader_trouble:
-        found.append(_unreachable(_("of the locks"), seen.leader_trouble))
+        if not seen.lock_troubles:  # which say it
+            found.append(_unreachable(_("of the locks"), seen.leader_trouble))
     elif seen.leader is None:
         found.append(
             Banner(
@@ -109,15 +110,22 @@ def worst(now: Now, found: Sequence[Banner]) -> str:
     return "warn" if "warn" in levels or people else "good"
 
 
-def headline(level: str, now: Now) -> str:
-    """Return the one sentence above all."""
+def headline(level: str, now: Now, seen: Sequence[Banner], alerts: Sequence[Banner]) -> str:
+    """Return the one line above all: the worst of what is seen and alerted, and who is needed."""
     if level == "good":
         return _("All is well.")
+    people = sum(now.by_status[status] for status in (Status.DEAD, Status.HELD)) + now.silent
+    words = ngettext("%(n)s job needs a person.", "%(n)s jobs need a person.", people)
+    said = [_worst_words(now, seen, alerts), words % {"n": bounded(people)} if people else ""]
+    return " ".join(filter(None, said)) or _("It runs, but not as it should.")
+
+
+def _worst_words(now: Now, seen: Sequence[Banner], alerts: Sequence[Banner]) -> str:
     if now.stuck:
         words = ngettext("%(n)s job is stuck.", "%(n)s jobs are stuck.", now.stuck)
         return words % {"n": bounded(now.stuck)}
-    if level == "bad":
+    if any(banner.level == "bad" for banner in seen):
         return _("Something is down.")
-    people = sum(now.by_status[status] for status in (Status.DEAD, Status.HELD)) + now.silent
-    words = ngettext("%(n)s job needs a person.", "%(n)s jobs need a person.", people)
-    return words % {"n": bounded(people)} if people else _("It runs, but not as it should.")
+    critical = sum(alert.level == "bad" for alert in alerts)
+    words = ngettext("%(n)s critical alert is open.", "%(n)s critical alerts are open.", critical)
+    return words % {"n": critical} if critical else ""

@@ -133,7 +133,7 @@ def announce(kind: str, found: Found) -> bool:
 def renew(pk: int, found: Found) -> None:
     """Note that an open alert was seen again, and as what."""
     _rows().filter(pk=pk, is_open=True).update(
-        seen_at=DbNow(), words=found.words, severity=found.severity
+        seen_at=DbNow(), words=found.words, cure=found.cure, severity=found.severity
     )
 
 

@@ -7,9 +7,10 @@ away, say); alerts of its kind are left as they are then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dedupjobs import votes
 from dedupjobs.models import Severity
 from dedupjobs.thresholds import Thresholds
 
@@ -47,11 +48,14 @@ class Queue:
 class Server:
     """
     A Redis. ``took``: seconds of one command; ``ahead``: of our clock; ``lag``: seconds of its
-    slowest replica; ``trouble``: why it can not be asked.
+    slowest replica; ``trouble``: why it can not be asked. ``has_locks``: it is asked for locks, and
+    not for queues; ``complaint``: why it takes none.
     """
 
     name: str
     trouble: str = ""
+    has_locks: bool = False
+    complaint: str = ""
     took: float = 0.0
     ahead: float = 0.0
     lag: float = 0.0
@@ -287,14 +291,36 @@ def no_coordinator(sight: Sight, told: Thresholds) -> Iterable[Found]:
 
 
 def redis_down(sight: Sight, told: Thresholds) -> Iterable[Found]:
+    voters = [server for server in sight.servers if server.has_locks]
     for server in sight.servers:
-        if server.trouble:
+        if server.has_locks and server.complaint:
+            yield _takes_no_locks(server, voters)
+        elif server.trouble:
             yield Found(
                 subject=server.name,
                 words=f"{_called(server)} does not answer: {server.trouble}",
-                cure="Start it, or correct CACHES and RQ_QUEUES. No job is lost: rows wait in the "
-                "database and are handed over again.",
+                cure="Start it, or correct RQ_QUEUES. No job is lost: rows wait in the database "
+                "and are handed over again.",
             )
+
+
+def _takes_no_locks(server: Server, voters: Sequence[Server]) -> Found:
+    taking, needed = sum(not one.complaint for one in voters), votes.majority(len(voters))
+    words = f"{_called(server)} {server.complaint}; {taking} of {len(voters)} lock server(s) take "
+    if taking >= needed:
+        return Found(
+            subject=server.name,
+            words=f"{words}locks, which is enough: jobs run on.",
+            cure="Start it again, or let it write (memory, disk, replicas). It need not stay away "
+            "if it has lost its keys: the rows decide.",
+            severity=Severity.WARNING,
+        )
+    return Found(
+        subject=server.name,
+        words=f"{words}locks, {needed} must: no lock can be had.",
+        cure="Start it, let it write (memory, disk, replicas), or correct CACHES. Meanwhile jobs "
+        "do what their on_redis_error says; the rows decide.",
+    )
 
 
 def redis_slow(sight: Sight, told: Thresholds) -> Iterable[Found]:

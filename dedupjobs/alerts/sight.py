@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -99,7 +98,8 @@ class Looker:
         now, at, told = clock.monotonic(), lifecycle.database_now(), conf.alerts()
         points = summaries.points(MINUTE, at - timedelta(seconds=told.STALLED_FOR + MINUTE))
         servers = self._servers(now)
-        queues = self._queues(now, at, points, asks=not any(s.trouble for s in servers))
+        asks = not any(s.trouble for s in servers if not s.has_locks)
+        queues = self._queues(now, at, points, asks=asks)
         sight = Sight(
             stuck=_named(criteria.stuck(longer=told.STUCK_FOR), "job__name"),
             silent=_named(criteria.silent(), "job__name"),
@@ -123,7 +123,7 @@ class Looker:
         return sight, measured
 
     def _servers(self, now: float) -> tuple[Server, ...]:
-        seen = [_server(*known) for known in _known_servers()]
+        seen = [*_lock_servers(), *map(_queue_server, dispatch.one_queue_per_server())]
         totals = {server.name: server.evicted for server in seen if not server.trouble}
         if totals:
             self.evicted.note(now, totals, kept=conf.alerts().WITHIN)
@@ -259,30 +259,35 @@ def _untold(at: datetime) -> Iterator[Untold]:
 # ---- servers and clocks
 
 
-def _known_servers() -> Iterator[tuple[str, Callable[[], float], Callable[[], dict[str, Any]]]]:
-    yield LOCKS, counters.server_time, counters.server_facts
-    for alias in census.others():
-        yield f"locks {alias}", partial(census.time, alias), partial(census.facts, alias)
-    for queue in dispatch.one_queue_per_server():
-        time_of, facts_of = dispatch.server_time, dispatch.server_facts
-        yield f"queue {queue}", partial(time_of, queue), partial(facts_of, queue)
+def _lock_servers() -> Iterator[Server]:
+    for at, member in enumerate(census.take()):
+        seen = _server(f"locks {member.alias}" if at else LOCKS, member.facts)
+        yield replace(
+            seen,
+            has_locks=True,
+            trouble=member.trouble[:300],
+            complaint=member.complaint[:300],
+            took=member.took,
+            ahead=_surely(member.ahead, member.took / 2),
+        )
 
 
-def _server(
-    name: str, time_of: Callable[[], float], facts_of: Callable[[], dict[str, Any]]
-) -> Server:
+def _queue_server(queue: str) -> Server:
+    name = f"queue {queue}"
     begun = clock.monotonic()
     try:
-        theirs = time_of()
+        theirs = dispatch.server_time(queue)
         took = clock.monotonic() - begun
         ours = clock.utcnow().timestamp() - took / 2
-        facts = facts_of()
+        facts = dispatch.server_facts(queue)
     except AWAY as error:
         return Server(name=name, trouble=f"{type(error).__name__}: {error}"[:300])
+    return replace(_server(name, facts), took=took, ahead=_surely(theirs - ours, took / 2))
+
+
+def _server(name: str, facts: Mapping[str, Any]) -> Server:
     return Server(
         name=name,
-        took=took,
-        ahead=_surely(theirs - ours, took / 2),
         evicted=_whole(facts.get("evicted_keys")),
         used=_whole(facts.get("used_memory")),
         limit=_whole(facts.get("maxmemory")),
