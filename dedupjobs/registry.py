@@ -661,8 +661,9 @@ def _argument(name: str, signature: inspect.Signature, job: str) -> str:
 def _arguments(
     names: tuple[str, ...] | None, signature: inspect.Signature, job: str
 ) -> tuple[str, ...] | None:
+    parameters = keys.visible(signature).parameters
     for name in names or ():
-        if name not in keys.visible(signature).parameters:
+        if name not in parameters:
             raise JobDefinitionError(f"{job}: fingerprint names {name!r}, which is no argument")
     return names
 
