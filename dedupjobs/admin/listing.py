@@ -72,11 +72,12 @@ class JobList(ChangeList):
         if self.paginator.is_cut:
             return list(self.queryset.values_list("pk", flat=True)[page])
         order = self.queryset.query.order_by
-        columns = [column.lstrip("-") for column in order]
-        there = self.paginator.count and self.queryset.order_by().values_list("pk", *columns)
+        columns = list(dict.fromkeys(["pk", *(column.lstrip("-") for column in order)]))
+        there = self.paginator.count and self.queryset.order_by().values_list(*columns)
         found = list(there[:COUNTED]) if there else []
-        for i, column in reversed(list(enumerate(order, 1))):
-            found.sort(key=itemgetter(i), reverse=column.startswith("-"))
+        for column in reversed(order):
+            place = columns.index(column.lstrip("-"))
+            found.sort(key=itemgetter(place), reverse=column.startswith("-"))
         return [row[0] for row in found[page]]
 
 

@@ -25,7 +25,7 @@ COUNT = re.compile(r"(\d+) (passed|failed|error|skipped)")
 # What depends on the versions: SQL, Redis commands, RQ's and Django's insides.
 CHOSEN = (
     *("enqueue", "lifecycle", "runner", "locks", "cache", "coordinator", "workers", "ledger"),
-    *("tasks", "testing", "checks", "multidb"),
+    *("tasks", "testing", "checks", "multidb", "admin", "dashboard", "outbox", "inbox"),
 )
 
 
