@@ -1,9 +1,8 @@
 """
 What the lock servers say of themselves, and whether they can be written to: asked by checks, the
 doctor, the dashboard, alerts and metrics, never by a run. One question to each, LOCK_TIMEOUT long
-at the most.
-
-    key      <KEY_PREFIX>:<VERSION>:<PREFIX>:asked     set to "" for PROBE_TTL by each question
+at the most. A question changes nothing, so that pages may ask: it sets a key only if there is one,
+and nobody makes it. A server that refuses writes refuses that one, too.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from dedupjobs import clock, conf, votes, wire
 from dedupjobs.wire import UNREACHABLE
 
 ODD_CLOCK = 1.0  # seconds between two servers' clocks that deserve a word
-PROBE_TTL = 1000  # milliseconds that the key lives which a question writes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +112,7 @@ def _facts(client: Redis, key: str) -> tuple[dict[str, Any], str]:
     """Return what a server says of itself, and why it does not write, in one round trip."""
     pipe = client.pipeline(transaction=False)
     pipe.info()
-    pipe.set(key, "", px=PROBE_TTL)
+    pipe.set(key, "", xx=True)
     said, wrote = pipe.execute(raise_on_error=False)
     if isinstance(said, Exception):
         raise said

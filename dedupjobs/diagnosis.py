@@ -432,7 +432,7 @@ def _workers() -> Findings:
 def _events() -> Findings:
     told, now = conf.alerts(), lifecycle.database_now()
     for seen in traffic.outgoing():
-        age = (now - seen.oldest).total_seconds() if seen.oldest else 0.0
+        age = seen.age(now)
         words = f"{seen.due} event(s) wait for target {seen.target}"
         words += f", the oldest for {age:.0f} s" if seen.oldest else ""
         words += f"; {seen.dead} DEAD" if seen.dead else ""

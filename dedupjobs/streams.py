@@ -30,7 +30,7 @@ TIMEOUT = 5.0  # seconds of one command
 # more: it went with the server, by a fail-over or by a deletion. Nothing is added then.
 ADD = """
 local expected, mark, maxlen, size = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-local last = '0-0'
+local last, marked = '0-0', false
 local function parts(id)
     local ms, seq = string.match(id, '(%d+)-(%d+)')
     return tonumber(ms), tonumber(seq)
@@ -39,7 +39,7 @@ if redis.call('exists', KEYS[1]) == 1 then
     for _, group in ipairs(redis.call('xinfo', 'groups', KEYS[1])) do
         local facts = {}
         for i = 1, #group, 2 do facts[group[i]] = group[i + 1] end
-        if facts['name'] == mark then last = facts['last-delivered-id'] end
+        if facts['name'] == mark then last, marked = facts['last-delivered-id'], true end
     end
 end
 if expected ~= '' then
@@ -51,8 +51,7 @@ if #ARGV < 5 then return {1, expected} end
 for i = 5, #ARGV, size do
     last = redis.call('xadd', KEYS[1], 'maxlen', '~', maxlen, '*', unpack(ARGV, i, i + size - 1))
 end
-redis.pcall('xgroup', 'create', KEYS[1], mark, last)
-redis.call('xgroup', 'setid', KEYS[1], mark, last)
+redis.call('xgroup', marked and 'setid' or 'create', KEYS[1], mark, last)
 return {1, last}
 """
 MARK = "dedupjobs:published:"  # then a token of the publisher's

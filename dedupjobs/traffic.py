@@ -31,6 +31,10 @@ class Outgoing:
         """All that is still to be delivered."""
         return self.waiting + self.retrying + self.behind
 
+    def age(self, now: datetime) -> float:
+        """Return for how many seconds the oldest of it waits."""
+        return (now - self.oldest).total_seconds() if self.oldest else 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incoming:

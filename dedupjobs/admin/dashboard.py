@@ -46,12 +46,10 @@ class DashboardAdmin(ReadOnly):
             raise PermissionDenied
         asked = request.GET.get("span", "")
         found = board.read(asked if asked in period.SPANS else "hour")
-        site = self.admin_site.name
-        name = "admin:dedupjobs_processedjob_changelist"
         shown = {
             "board": found,
             "settings": conf.get(),
-            "jobs_url": reverse(name, current_app=site),
+            "jobs_url": self._url_for(request, ProcessedJob),
             "events_url": self._url_for(request, OutboxEvent),
             "messages_url": self._url_for(request, InboxMessage),
             "span_words": SPAN_WORDS[found.span],

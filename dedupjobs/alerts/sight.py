@@ -189,7 +189,7 @@ class Looker:
 
 def _targets(now: datetime) -> Iterator[Target]:
     for seen in traffic.outgoing():
-        age = (now - seen.oldest).total_seconds() if seen.oldest else 0.0
+        age = seen.age(now)
         known = conf.outbox().targets.get(seen.target)
         waits = known is None or known.on_dead == "wait"
         yield Target(name=seen.target, due=seen.due, age=age, dead=seen.dead, waits=waits)
