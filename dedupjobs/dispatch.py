@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
+from urllib.parse import quote
 
 import django_rq
 from django.conf import settings
@@ -26,6 +27,8 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from rq import Queue
+from rq.job import Job as RqJob
+from rq.job import JobStatus
 from rq.serializers import DefaultSerializer, JSONSerializer
 
 from dedupjobs import clock, conf, controls, lifecycle, probes, registry, signals, wire
@@ -35,11 +38,13 @@ from dedupjobs.models import ProcessedJob
 ENTRY = "dedupjobs.runner.run"  # a path: workers import it, producers never do
 BATCH_ENTRY = "dedupjobs.batches.run"  # of messages that name several rows
 ENTRIES = (ENTRY, BATCH_ENTRY)
-ONE_ROW = " (1 row)"  # at the end of a message's description
 MESSAGE_TTL = 60  # seconds that RQ keeps a finished message; 0 would cost more round trips
 QUEUED_TTL = 7 * 86_400  # a message that was popped and lost leaves its hash behind; not for ever
 FAILURE_TTL = 86_400
 PAGE = 100  # messages of one pipeline
+HAND = "-"  # before the number of hands, in the RQ id of a message that was handed on
+OF = ", of "  # before the PREFIX in a message's description, where it is no usual one
+HANDS = 4  # workers of other projects that a message may come to before it is dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,13 +168,20 @@ def _enqueue(queue: str, batch: list[Delivery]) -> None:
             ttl=QUEUED_TTL,
             result_ttl=MESSAGE_TTL,
             failure_ttl=FAILURE_TTL,
-            description=f"{delivery.name}{_count(delivery)}",
+            description=described(delivery.name, len(delivery.rows), again=delivery.again),
         )
         job.enqueued_at = clock.utcnow()
         job.save(pipeline=pipe)
         pipe.expire(job.key, QUEUED_TTL)
         producer.queue.push_job_id(job.id, pipeline=pipe)
     pipe.execute()
+
+
+def described(name: str, rows: int = 1, *, again: bool = False) -> str:
+    """Return how a message describes itself: its job, how many rows, and whose it is."""
+    count = f"{rows} rows" if rows > 1 else "1 row"
+    again_or_not = ", again" if again and rows == 1 else ""
+    return f"{name} ({count}{again_or_not}{_owner_mark(conf.get().PREFIX)})"
 
 
 def name_in(description: str) -> str:
@@ -179,11 +191,49 @@ def name_in(description: str) -> str:
     return description.rpartition(" (")[0]
 
 
-def _count(delivery: Delivery) -> str:
-    rows = len(delivery.rows)
-    if rows > 1:
-        return f" ({rows} rows)"
-    return " (1 row, again)" if delivery.again else ONE_ROW
+@lru_cache(maxsize=8)
+def _owner_mark(prefix: str) -> str:
+    return "" if prefix == conf.Settings().PREFIX else f"{OF}{quote(prefix, safe=':')}"
+
+
+# ---- messages of other projects, whose workers share a queue with ours
+
+
+def is_of_others(description: str) -> bool:
+    """Return whether a message of dedupjobs says that it is of a project with another PREFIX."""
+    _, of, owner = description.rpartition(OF)
+    return (of and of + owner.removesuffix(")")) != _owner_mark(conf.get().PREFIX)
+
+
+def id_as_sent(rq_id: str) -> str:
+    """Return the RQ id under which a message was sent, through whose hands it may have come."""
+    return rq_id.partition(HAND)[0]
+
+
+def hand_on(message: RqJob) -> bool:
+    """
+    Give another project's message to the next worker, or drop it once HANDS have had it.
+
+    It goes back to the head of its queue, under an id of its own since RQ ends this one. Merely
+    dropped, it would come again after RESEND_AFTER, and workers who take turns might then miss
+    each other's messages for ever. Return False if it was dropped: its own coordinator sends again.
+    """
+    first, _, passed = message.id.partition(HAND)
+    hands = int(passed) + 1 if passed.isdecimal() else 1
+    if hands > HANDS:
+        return False
+    copy = RqJob(f"{first}{HAND}{hands}", connection=message.connection)
+    try:
+        stored: dict[Any, Any] = message.connection.hgetall(message.key)
+        pipe = message.connection.pipeline()
+        pipe.hset(copy.key, mapping={**stored, "status": JobStatus.QUEUED.value})
+        pipe.hdel(copy.key, "started_at", "worker_name", "last_heartbeat")
+        pipe.expire(copy.key, QUEUED_TTL)
+        pipe.lpush(f"{Queue.redis_queue_namespace_prefix}{message.origin}", copy.id)
+        pipe.execute()
+    except (RedisError, OSError):
+        return False
+    return True
 
 
 def rq_timeout(delivery: Delivery) -> int:

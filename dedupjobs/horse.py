@@ -44,13 +44,13 @@ _SIZE = struct.Struct("=I")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """
-    One delivery as a horse gets it. ``timeout``: RQ's, in seconds; -1 for none. ``name``: of the
-    job, as the message describes itself.
+    One delivery as a horse gets it. ``timeout``: RQ's, in seconds; -1 for none. ``description``:
+    what the message says of itself.
     """
 
     owner: str
     rq_id: str
-    name: str
+    description: str
     execution_id: str
     queue: str
     timeout: int
@@ -336,7 +336,8 @@ def _serve(orders: int, answers: int, host: HorseHost, perform: Perform) -> None
     _open_caches()
     slate, memory = Slate.now(), Memory()
     for served, order in enumerate(_orders(orders), 1):
-        host.owner, host.rq_id, host.name = order.owner, order.rq_id, order.name
+        host.owner, host.rq_id = order.owner, order.rq_id
+        host.description = order.description
         os.environ["RQ_JOB_ID"] = order.rq_id
         raised = copy_context().run(perform, order)
         os.environ.pop("RQ_JOB_ID", None)

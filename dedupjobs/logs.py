@@ -46,6 +46,7 @@ def connect() -> None:
         (signals.lease_lost, _lease_lost),
         (signals.attempt_lost, _attempt_lost),
         (signals.messages_resent, _resent),
+        (signals.stranger_met, _stranger),
         (signals.settle_troubled, _settle_troubled),
         (signals.operated, _operated),
         (signals.slot_skipped, _slot_skipped),
@@ -252,6 +253,13 @@ def _resent(queue: str, count: int, cause: str, **_: Any) -> None:
     facts = {"queue": line(queue), "count": count, "cause": cause, **fields.of_process()}
     sentence = "queue %r: %s message(s) sent again (%s)"
     _say(logging.WARNING, facts, sentence, line(queue), count, cause)
+
+
+def _stranger(message: str, handed_on: bool, **_: Any) -> None:
+    facts = {"handed_on": handed_on, **fields.of_process()}
+    sentence = "a message of another project %s: %r; give each project a queue of its own"
+    done = "was handed on to the next worker" if handed_on else "found no worker of its own"
+    _say(logging.INFO if handed_on else logging.WARNING, facts, sentence, done, line(message))
 
 
 def _settle_troubled(sender: str, claim: Claim | None, error: Exception, **_: Any) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from threading import current_thread, main_thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django.db import connections, reset_queries, transaction
 
@@ -60,6 +60,9 @@ from dedupjobs.registry import LONGEST, Job, Options
 from dedupjobs.signals import LockEvent
 from dedupjobs.wire import Cargo
 
+if TYPE_CHECKING:
+    from rq.job import Job as RqJob
+
 CONNECTION_ERRORS, persist = patience.CONNECTION_ERRORS, patience.persist
 FIRST_LEASE = registry.USUAL_LEASE  # a lock's TTL until the claim tells which job it is
 CLAIM_PATIENCE = 5.0  # seconds; afterwards the row waits for the coordinator
@@ -75,7 +78,7 @@ class Host:
 
     owner: str = ""
     rq_id: str = ""
-    name: str = ""  # the job that the message says it is of
+    description: str = ""  # what the message says of itself
     pays_when_idle: bool = False  # it tells what was counted although no other job may come
 
     def claimed(
@@ -151,6 +154,11 @@ def serve(deliveries: list[list[int]], run_all: Callable[[Rows, str], None]) -> 
     reset_queries()  # under DEBUG Django keeps every statement, in a worker for ever
     _settle_in()
     try:
+        description = _description()
+        if (message := _message()) and dispatch.is_of_others(description):
+            handed_on = dispatch.hand_on(message)
+            signals.tell(signals.stranger_met, "", message=description, handed_on=handed_on)
+            return
         run_all(_checked(deliveries), host.owner or clock.token())
     finally:
         stats.flush()  # a horse's memory ends with its run
@@ -217,7 +225,7 @@ def _deliver(pk: int, generation: int, owner: str, *, lock: bool) -> Status | No
 
 def takes_lock() -> bool:
     """Return whether the job takes locks that the message says it is of."""
-    return registry.options_of(host.name or dispatch.name_in(_rq_description())).takes_lock
+    return registry.options_of(dispatch.name_in(_description())).takes_lock
 
 
 def _checked(deliveries: Any) -> list[tuple[int, int]]:
@@ -272,8 +280,8 @@ def place_of(lock_wait: float | None = None) -> Place:
 
 
 def rq_id() -> str:
-    """Return the id of the message that is being run, or an empty text."""
-    return host.rq_id or _rq_id()
+    """Return the id under which the message was sent that is being run, or an empty text."""
+    return dispatch.id_as_sent(host.rq_id or ((message := _message()) and message.id) or "")
 
 
 def _claim(
@@ -295,7 +303,7 @@ def _claim(
 def _put_aside(pk: int, generation: int, owner: str, grip: Grip, refusal: Refusal) -> None:
     """Let a row wait that may not run yet, unless another message of it is on its way."""
     _leave(pk, owner, grip)
-    mine = host.rq_id or _rq_id()
+    mine = rq_id()
     if not mine or refusal.sent_as in (mine, None):
         asides.put(pk, generation, refusal)
 
@@ -308,25 +316,18 @@ def _leave(pk: int, owner: str, grip: Grip) -> None:
         counters.pay()
 
 
-def _rq_id() -> str:
+def _message() -> RqJob | None:
     from rq import get_current_job  # noqa: PLC0415 - only a worker has one
 
-    job = get_current_job()
-    return job.id if job else ""
+    return get_current_job()
 
 
-def _rq_description() -> str:
-    from rq import get_current_job  # noqa: PLC0415 - only a worker has one
-
-    job = get_current_job()
-    return (job.description or "") if job else ""
+def _description() -> str:
+    return host.description or ((message := _message()) and message.description) or ""
 
 
 def _rq_worker() -> str:
-    from rq import get_current_job  # noqa: PLC0415 - only a worker has one
-
-    job = get_current_job()
-    return (job.worker_name or "") if job else ""
+    return ((message := _message()) and message.worker_name) or ""
 
 
 def _drop(pk: int, owner: str, grip: Grip) -> None:

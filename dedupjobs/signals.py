@@ -49,6 +49,7 @@ insert_lost = Signal()  # job (row): another call's INSERT of this key came firs
 mismatch_detected = Signal()  # job (row), differing (names), policy
 hand_over_failed = Signal()  # queue, count, error
 delivery_received = Signal()  # job_pk, generation: a worker looks at a message; no name yet
+stranger_met = Signal()  # message (its description, of another project), handed_on (False: dropped)
 lock_moved = Signal()  # job_pk, event (LockEvent), claim (None: before it, or without one)
 attempt_started = Signal()  # claim
 attempt_ended = Signal()  # claim, ending, status (None: somebody else had decided), run_time

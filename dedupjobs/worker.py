@@ -304,7 +304,7 @@ class DedupWorker(Worker):
         order = Order(
             owner=clock.token(),
             rq_id=job.id,
-            name=dispatch.name_in(taken.description),
+            description=taken.description,
             execution_id=entry.execution.id,
             queue=taken.queue.name,
             timeout=taken.timeout,
@@ -324,7 +324,8 @@ class DedupWorker(Worker):
     def _learn(self, taken: Taken, seconds: float) -> None:
         """Note how many such messages may be taken together next time."""
         description = taken.description
-        found = registry.find(description.removesuffix(dispatch.ONE_ROW))
+        name = dispatch.name_in(description)
+        found = registry.find(name) if description == dispatch.described(name) else None
         settings = conf.get()
         most = settings.BATCH if found and found.options.batch and not self._counts else 1
         least = min(settings.THREADS, most)
@@ -535,7 +536,8 @@ class DedupWorker(Worker):
                 for claim in lifecycle.claimed_by(ride.owner):
                     self._bury_one(claim, ride.killed, innocent=ride.acquits(claim))
                     asides.freed(claim)
-            lifecycle.mark_unsent(rq_ids)  # rows that it had not claimed yet have no message now
+            # Rows that it had not claimed yet have no message now.
+            lifecycle.mark_unsent([dispatch.id_as_sent(rq_id) for rq_id in rq_ids])
             coordinator.Coordinator().hand_over([q.name for q in self.queues])
         except (DatabaseError, InterfaceError) as error:
             self.log.error(

@@ -133,14 +133,16 @@ def test_batch_costs_two_round_trips_less_than_one_with_locks(server: redis.Redi
         return cheapest(run_all)
 
     with_locks = cost(jobs.do_nothing_in_group)
-    runner.host.name = jobs.record_freely_in_group.name  # as a message would say
+    runner.host.description = dispatch.described(
+        jobs.record_freely_in_group.name
+    )  # as a message would say
     without = cost(jobs.record_freely_in_group)
     assert with_locks.trips >= 2
     assert without.trips <= 1
 
 
 def test_message_that_describes_itself_otherwise_runs_once_and_leaves_no_lock() -> None:
-    runner.host.name = jobs.record.name
+    runner.host.description = dispatch.described(jobs.record.name)
     outcome = jobs.record_freely.enqueue(tag="a")
     row = live.row_of(outcome)
     runner.run([[row.pk, row.generation]])
@@ -152,7 +154,7 @@ def test_message_that_describes_itself_otherwise_runs_once_and_leaves_no_lock() 
 
 
 def test_message_that_claims_to_be_optimistic_only_spares_the_row_its_filter() -> None:
-    runner.host.name = jobs.record_freely.name
+    runner.host.description = dispatch.described(jobs.record_freely.name)
     outcome = jobs.record.enqueue(tag="a")
     row = live.row_of(outcome)
     for _ in range(2):
