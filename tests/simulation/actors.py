@@ -82,7 +82,7 @@ class Host(runner.Host):
     def __init__(self, world: World) -> None:
         self.world = world
         self.pays_when_idle = False
-        self.name = ""
+        self.description = ""
 
     @property  # type: ignore[override]
     def owner(self) -> str:
