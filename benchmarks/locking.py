@@ -94,7 +94,7 @@ def _drain(way: str, number: int, size: int) -> tuple[float, float]:
     from django.test import override_settings  # noqa: PLC0415 - after the set-up
 
     from benchmarks import jobs  # noqa: PLC0415
-    from dedupjobs import batches, locks, runner  # noqa: PLC0415
+    from dedupjobs import batches, dispatch, locks, runner  # noqa: PLC0415
 
     single, batch, alias = WAYS[way]
     job = getattr(jobs, batch if size > 1 else single)
@@ -104,11 +104,12 @@ def _drain(way: str, number: int, size: int) -> tuple[float, float]:
     ]
     messages = [rows[at : at + size] for at in range(0, len(rows), size)]
     run = batches.run if size > 1 else runner.run
+    described = dispatch.described(job.name)
     with override_settings(DEDUPJOBS={"PUSH_TIMEOUT": 10, "LOCK_CACHE": alias}):
         locks.forget_clients()
-        runner.host.name = job.name  # as a message says it
+        runner.host.description = described  # as a message says it
         run(messages[0])
-        runner.host.name = job.name
+        runner.host.description = described
         begun, used = time.perf_counter(), time.process_time()
         for message in messages[1:]:
             run(message)
