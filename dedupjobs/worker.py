@@ -71,6 +71,10 @@ REPLY_WITHIN = 3  # seconds after which a Redis that does not answer is asked on
 HEARTBEAT_EVERY = 10.0  # seconds between what RQ writes nine times a job; its own patience is 60
 MOST_RAISED = 3_000  # bytes of a traceback; so short a message is never cut in a pipe
 RQ_GRACE = 60.0  # seconds after which RQ's worker kills a horse that its alarm has not ended
+BURIAL = (
+    2.0  # seconds for which the attempts of a dead horse are ended whose rows others have locked
+)
+BURIAL_PAUSE = 0.02
 BATCH_DIED = "its process died while it ran another job of the batch"
 
 
@@ -533,9 +537,7 @@ class DedupWorker(Worker):
         try:
             controls.current()
             with counters.gathering():
-                for claim in lifecycle.claimed_by(ride.owner):
-                    self._bury_one(claim, ride.killed, innocent=ride.acquits(claim))
-                    asides.freed(claim)
+                self._end_all(ride)
             # Rows that it had not claimed yet have no message now.
             lifecycle.mark_unsent([dispatch.id_as_sent(rq_id) for rq_id in rq_ids])
             coordinator.Coordinator().hand_over([q.name for q in self.queues])
@@ -547,6 +549,21 @@ class DedupWorker(Worker):
             )
         finally:
             connections.close_all()
+
+    def _end_all(self, ride: Ride) -> None:
+        """
+        End what the horse has left open; a row that somebody has locked, a little later.
+
+        After BURIAL seconds the coordinator has to, and that not before the lease's end.
+        """
+        until = clock.monotonic() + BURIAL
+        while open_ones := lifecycle.claimed_by(ride.owner):
+            for claim in open_ones:
+                self._bury_one(claim, ride.killed, innocent=ride.acquits(claim))
+                asides.freed(claim)
+            if clock.monotonic() >= until:
+                break
+            clock.sleep(BURIAL_PAUSE)
 
     def _bury_one(self, claim: Claim, killed: str, *, innocent: bool) -> None:
         """End an attempt of a dead horse; ``innocent``: another row of its batch was running."""

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
+import django_rq
 import pytest
 import redis
 from django.db import connection
 from rq.command import send_stop_job_command
 from rq.serializers import JSONSerializer
 
-from dedupjobs import dispatch, lifecycle
+from dedupjobs import clock, dispatch, lifecycle
 from dedupjobs.dispatch import Delivery
+from dedupjobs.horse import Horse, Ride, Sheet
 from dedupjobs.models import AttemptOutcome, JobAttempt, Kind, Status
+from dedupjobs.worker import DedupWorker
 from tests import live, sessions
 from tests.app import jobs
 from tests.live import DEDUP, PATIENCE, SIMPLE, STOCK, Spawn, with_server, with_sqlite
@@ -93,6 +98,22 @@ def kill_a_horse(tag: str, release: Path) -> float:
     assert (row.lost_count, row.failures) == (1, 0)
     assert live.notes(tag) == ["begin 1", "begin 2", "end 2"]
     return (live.attempt(outcome, 2).claimed_at - killed_at).total_seconds()
+
+
+@live.with_server
+def test_attempt_of_a_dead_horse_whose_row_is_locked_is_ended_a_little_later(
+    transactional_db: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = live.claimed(jobs.record.enqueue(tag="a"), lease=60, overdue=-60)
+    queue = django_rq.get_queue("default")
+    worker = DedupWorker([queue], connection=queue.connection)
+    horse = Horse(os.getpid(), Sheet())
+    with ExitStack() as others:
+        others.enter_context(live.rows_locked(JobAttempt.objects.filter(pk=claim.fence)))
+        monkeypatch.setattr(clock, "sleep", lambda _: others.close())
+        worker._end_all(Ride(claim.owner, horse, clock.monotonic()))
+    horse.close()
+    assert JobAttempt.objects.get(pk=claim.fence).outcome == LOST
 
 
 @pytest.mark.large
