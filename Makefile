@@ -141,13 +141,14 @@ package: $(VENV)/.package ## Build dist/*.whl and its sources, and look into bot
 clean: ## Remove what these commands made
 	rm -rf $(VENV) build dist .*_cache .coverage* .hypothesis
 
-$(patsubst %,$(VENV)/.%,demo dev docs package test): $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -e '.[$*]'
+$(patsubst %,$(VENV)/.%,demo dev docs package test): $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/pip
+	for try in 1 2 3; do $(PIP) -e '.[$*]' && break; [ $$try -lt 3 ] || exit 1; done
 	@touch $@
 
-$(BIN)/python:
+$(BIN)/pip: # written last, so that a half-made environment is made again
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed: make PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || \
 	  { echo "This Python cannot make environments with pip. On Debian: apt-get install python3-venv"; exit 1; }
+	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }

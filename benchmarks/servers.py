@@ -17,7 +17,7 @@ import redis
 HOST = "127.0.0.1"
 DATABASES = ("sqlite", "postgresql")
 START_TRIES = 5
-START_SECONDS = 20
+START_SECONDS = 90
 STOP_SECONDS = 10
 DURABLE = ("fsync", "full_page_writes", "synchronous_commit")
 
@@ -147,7 +147,7 @@ def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
             # Unlike Redis(host=...), from_url does not repeat a refused connect for seconds.
             with redis.Redis.from_url(_url(port), socket_timeout=5) as client:
                 return client.info("server")["process_id"] == process.pid
-        except redis.ConnectionError:
+        except (redis.ConnectionError, redis.TimeoutError):
             time.sleep(0.02)
     return False
 

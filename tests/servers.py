@@ -25,7 +25,7 @@ from tests.waiting import until
 
 HOST = "127.0.0.1"
 START_TRIES = 5
-START_SECONDS = 20
+START_SECONDS = 90
 STOP_SECONDS = 10
 
 
@@ -176,7 +176,7 @@ class Valkey(Server):
         try:
             with self.client() as client:
                 return client.info("server")["process_id"] == self.process.pid
-        except redis.ConnectionError:
+        except (redis.ConnectionError, redis.TimeoutError):
             return False
 
 

