@@ -11,10 +11,21 @@ from typing import Any
 import pytest
 from django.db import OperationalError, connection, transaction
 
-from dedupjobs import batches, clock, dispatch, interrupts, lifecycle, locks, operations, probes
+from dedupjobs import (
+    batches,
+    clock,
+    dispatch,
+    interrupts,
+    levers,
+    lifecycle,
+    locks,
+    operations,
+    probes,
+)
 from dedupjobs.batches import course, desk, shared
 from dedupjobs.clock import DbNow
 from dedupjobs.exceptions import ArgumentError, Cancel, JobDefinitionError, Snooze
+from dedupjobs.levers import Wish
 from dedupjobs.models import AttemptOutcome, JobAttempt, ProcessedJob, Status
 from dedupjobs.registry import job
 from tests import live
@@ -180,6 +191,8 @@ def _shared_for_long(monkeypatch: Any) -> None:
 @every_kind
 def test_job_that_times_out_ends_alone(kind: str, acts: Any) -> None:
     acts["1"] = lambda: time.sleep(30)
+    cut = Wish(kind="timeout", aim="job", target=KINDS[kind].name, value=1)
+    levers.add(cut, by="me", reason="test")
     *rows, one, other = enqueued(kind, 5)
     fresh = [job_row(one), job_row(other)]
     run(rows)
@@ -296,7 +309,7 @@ def test_success_that_comes_while_others_are_taken_to_be_written_is_not_lost(
 
 def test_success_of_a_group_waits_a_moment_only_while_a_slow_job_runs(acts: Any) -> None:
     rows = enqueued("group", 3)
-    acts["1"] = lambda: until(lambda: job_row(rows[0]).status == Status.SUCCEEDED, 2)
+    acts["1"] = lambda: until(lambda: job_row(rows[0]).status == Status.SUCCEEDED, 15)
     run(rows)
     assert outcomes(rows) == [[SUCCEEDED]] * 3
 
@@ -463,7 +476,7 @@ def test_claim_whose_commit_has_no_reply_is_found_by_its_owner() -> None:
 
 
 def test_calls_at_once_share_messages_of_batch_rows() -> None:
-    with live.changed(DEDUPJOBS={"BATCH": 4}):
+    with live.changed(DEDUPJOBS={"BATCH": 4, "PUSH_TIMEOUT": 5.0}):
         rows = enqueued("each", 10)
     sizes = [len([r for r in rows if r.dispatch_id == i]) for i in live.queued()]
     assert sorted(sizes) == [2, 4, 4]

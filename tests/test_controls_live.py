@@ -8,14 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from django.db import connections
 
-from dedupjobs import clock, invalidation, levers, lifecycle
+from dedupjobs import clock, levers, lifecycle
 from dedupjobs.levers import Wish
 from dedupjobs.models import AttemptOutcome, Control, ControlKind, JobAttempt, ProcessedJob, Status
 from tests import live
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 LOST, SUCCEEDED = AttemptOutcome.LOST, AttemptOutcome.SUCCEEDED
 WHO = {"by": "anna", "reason": "an incident"}
 HEARD, UNHEARD = 1.0, 5.0  # seconds until a control is in force everywhere
-BUSY = 0.5  # seconds by which a machine with too few cores may be late
+BUSY = 2.0  # seconds by which a busy machine may be late; unheard, it would take four at least
 
 
 def put(kind: str, value: float | None = None, **about: Any) -> Control:
@@ -86,7 +86,8 @@ def test_filter_is_in_force_in_a_calling_process(
 
 def invalidation_is_heard() -> bool:
     with live.cache_client() as client:
-        return client.pubsub_numsub(invalidation.channel())[0][1] > 0
+        ours = str(client.connection_pool.connection_kwargs["db"])
+        return any(one["db"] == ours for one in client.client_list(_type="pubsub"))
 
 
 @pytest.mark.large
@@ -178,14 +179,14 @@ def test_worker_that_no_message_told_of_a_pause_stops_starting_jobs_within_five_
 def test_time_out_that_is_set_ends_a_run_that_is_under_way(
     spawn: Spawn, worker: str, tmp_path: Path
 ) -> None:
-    live.start_worker(spawn, worker=worker)
+    live.start_worker(spawn, worker=worker, TIMEOUT_GRACE=20)  # no parent is to kill it first
     outcome = jobs.wait.enqueue(tag="a", release=str(tmp_path / "never"))
     live.begun("a")
     put(ControlKind.TIMEOUT, 1, job="testapp.wait")
     attempt = live.wait_for_outcome(outcome, AttemptOutcome.TIMED_OUT)
     assert "1 s" in attempt.error_message
     assert attempt.run_time is not None
-    assert attempt.run_time < 5
+    assert attempt.run_time < 15
 
 
 @pytest.mark.large
@@ -199,8 +200,8 @@ def test_time_out_that_is_set_lets_a_run_that_is_under_way_go_on(
     put(ControlKind.TIMEOUT, 60, job="testapp.wait_briefly")
     begun = live.attempt(outcome).claimed_at
     until(
-        # Its own time-out is 2 s, and a DedupWorker kills it a second later.
-        lambda: (lifecycle.database_now() - begun).total_seconds() > 4,
+        # Its own time-out is 5 s, and a DedupWorker kills it a second later.
+        lambda: (lifecycle.database_now() - begun).total_seconds() > 7,
         PATIENCE,
         what="its own time-out is over",
     )
@@ -221,7 +222,7 @@ def test_lease_that_is_set_reaches_a_run_that_is_under_way(spawn: Spawn, tmp_pat
         attempt = live.attempt(outcome)
         return (attempt.lease_until - attempt.beat_at).total_seconds() > 200
 
-    until(leased, 2 / 6 + HEARD + 2, what="the next beats renew it for so long")
+    until(leased, PATIENCE, what="the next beats renew it for so long")
     release.touch()
     live.wait_for(outcome)
 
@@ -234,11 +235,13 @@ class Watch:
 
     def __init__(self) -> None:
         self.most = 0
+        self._looked = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look)
 
     def __enter__(self) -> Watch:
         self._thread.start()
+        assert self._looked.wait(PATIENCE)
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -249,6 +252,7 @@ class Watch:
         try:
             while not self._stop.wait(0.01):
                 self.most = max(self.most, JobAttempt.objects.filter(outcome=None).count())
+                self._looked.set()
         finally:
             connections.close_all()
 
@@ -257,6 +261,7 @@ def test_slot_of_a_killed_horse_is_free_at_once(spawn: Spawn, tmp_path: Path) ->
     release = tmp_path / "release"
     live.start_worker(spawn)
     live.start_worker(spawn)
+    put(ControlKind.LEASE, 60, job="testapp.run_one_per_tenant")
     first = jobs.run_one_per_tenant.enqueue(tag="a", tenant=1, release=str(release))
     horse = live.begun("a")
     second = jobs.run_one_per_tenant.enqueue(tag="b", tenant=1)
@@ -269,7 +274,7 @@ def test_slot_of_a_killed_horse_is_free_at_once(spawn: Spawn, tmp_path: Path) ->
         live.wait_for(second)
         live.wait_for(first)
     assert watch.most == 1
-    assert (ran.ended_at - killed_at).total_seconds() < 2  # long before its lease would end
+    assert (ran.ended_at - killed_at).total_seconds() < 20  # long before its lease would end
 
 
 @pytest.mark.large
@@ -293,7 +298,7 @@ def test_slot_of_a_killed_worker_is_free_once_its_lease_is_over(
     assert claimed is not None
     assert claimed.claimed_at >= lease_over, "no live lease was passed over"
     # Two witnesses, and RECLAIM_EVERY, TICK and LEADER_TTL of the brisk settings.
-    assert (claimed.claimed_at - lease_over).total_seconds() < 2 / 3 + 1 + 3
+    assert (claimed.claimed_at - lease_over).total_seconds() < 2 / 3 + 1 + 3 + 10
     assert watch.most == 1
     assert second.created
 
@@ -319,7 +324,8 @@ def test_limit_holds_while_workers_and_horses_are_killed_and_every_job_ends(spaw
             doomed = workers[victim]
             children = doomed.children()
             if chance.random() < 0.5 and children:
-                live.kill(chance.choice(children))
+                with suppress(ProcessLookupError):  # dead already, and not yet reaped
+                    live.kill(chance.choice(children))
             else:
                 doomed.signal(signal.SIGKILL)
                 doomed.wait()
@@ -329,7 +335,7 @@ def test_limit_holds_while_workers_and_horses_are_killed_and_every_job_ends(spaw
             live.wait_for(outcome, seconds=120)
     assert watch.most == 2
     assert not JobAttempt.objects.filter(outcome=None).exists()
-    assert lifecycle.marks(most=10) == []
+    until(lambda: not lifecycle.marks(most=10), PATIENCE, what="the last mark is gone")
 
 
 def _ended() -> list[int]:

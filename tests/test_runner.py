@@ -798,6 +798,7 @@ def swallow_deadlock(*, tag: str, ours: int, theirs: int) -> None:
     has_theirs = threading.Event()
     rival = Side(lock_both, theirs, ours, has_theirs)
     assert has_theirs.wait(10)
+    sessions.until_one_waits()
     with suppress(OperationalError):
         lock(theirs)
         raise AssertionError("the rival was the victim")
@@ -1153,7 +1154,7 @@ def record_briefly(*, tag: str) -> None:
     jobs.note(tag)
 
 
-@job(key="brief:{tag}", unique_for=FOREVER, lease=0.6, atomic=True, timeout=0.1)
+@job(key="brief:{tag}", unique_for=FOREVER, lease=0.6, atomic=True, timeout=15)
 def record_briefly_atomically(*, tag: str) -> None:
     jobs.note(tag)
 

@@ -37,11 +37,11 @@ def proxy(valkey: Valkey) -> Iterator[Proxy]:
 
 @pytest.fixture
 def client(valkey: Valkey, proxy: Proxy) -> Iterator[redis.Redis]:
-    """A client that goes through the proxy, asks once and waits for half a second."""
+    """A client that goes through the proxy, asks once and waits for three seconds."""
     with valkey.client() as direct:
         direct.flushall()
     with redis.Redis.from_url(
-        f"redis://127.0.0.1:{proxy.port}", socket_timeout=0.5, socket_connect_timeout=0.5
+        f"redis://127.0.0.1:{proxy.port}", socket_timeout=3, socket_connect_timeout=3
     ) as client:
         yield client
 
@@ -203,7 +203,7 @@ def test_spawned_process_reaches_the_test_database(
         "Ledger.objects.create(tag=f'seen {row.tag}')"
     )
     process = spawn("shell", "--no-imports", "-c", code)
-    assert process.wait() == 0, process.output
+    assert process.wait(60) == 0, process.output
     assert Ledger.objects.filter(tag="seen from the test").exists()
     assert connection.vendor in {"sqlite", "postgresql", "mysql"}
 

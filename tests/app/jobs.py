@@ -212,7 +212,7 @@ def wait(*, tag: str, release: str, checks: bool = False) -> str:
     return "released"
 
 
-@job(key="wait briefly:{tag}", unique_for=FOREVER, lease=2, timeout=2, max_attempts=1)
+@job(key="wait briefly:{tag}", unique_for=FOREVER, lease=2, timeout=5, max_attempts=1)
 def wait_briefly(*, tag: str, release: str) -> None:
     wait.func(tag=tag, release=release)
 
@@ -527,13 +527,13 @@ def act(tag: str) -> str:
     return tag
 
 
-@job(key="turn:{tag}", unique_for=FOREVER, lease=3, timeout=3, backoff=0.1, on_conflict="rerun")
+@job(key="turn:{tag}", unique_for=FOREVER, lease=3, timeout=20, backoff=0.1, on_conflict="rerun")
 def act_in_turn(*, tag: str, text: str = "") -> str:
     return act(tag)
 
 
 @job(
-    key="group:{tag}", unique_for=FOREVER, lease=3, timeout=3, backoff=0.1, on_conflict="rerun",
+    key="group:{tag}", unique_for=FOREVER, lease=3, timeout=20, backoff=0.1, on_conflict="rerun",
     batch="group",
 )  # fmt: skip
 def act_in_group(*, tag: str, text: str = "") -> str:
@@ -541,7 +541,7 @@ def act_in_group(*, tag: str, text: str = "") -> str:
 
 
 @job(
-    key="together:{tag}", unique_for=FOREVER, lease=6, timeout=1, backoff=0.1, on_conflict="rerun",
+    key="together:{tag}", unique_for=FOREVER, lease=15, timeout=4, backoff=0.1, on_conflict="rerun",
     atomic=True,
 )  # fmt: skip
 def act_atomically(*, tag: str, text: str = "") -> str:
