@@ -43,6 +43,7 @@ BRISK: dict[str, Any] = {
     "LEADER_TTL": 1,
     "SHUTDOWN_GRACE": 1,
     "TIMEOUT_GRACE": 1,
+    "LOCK_TIMEOUT": 5,
 }
 """Settings under which workers and coordinators act soon."""
 

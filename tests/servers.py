@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import pwd
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -388,7 +390,14 @@ def _account() -> str:
 
 
 def free_port() -> int:
-    """Return a loopback port that is free now; nothing reserves it."""
-    with socket.socket() as sock:
-        sock.bind((HOST, 0))
-        return sock.getsockname()[1]
+    """
+    Return a loopback port that is free now, below those that systems give to whoever asks for any.
+
+    So nobody but we ourselves may take it while its server is down, and no connection to it is
+    made from it.
+    """
+    while True:
+        port = 15_000 + secrets.randbelow(15_000)
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind((HOST, port))
+            return port

@@ -216,9 +216,9 @@ def test_expired_attempt_whose_beats_are_seen_coming_is_not_taken() -> None:
 @pytest.mark.large
 def test_live_job_is_never_taken_by_a_coordinator_that_looks_all_the_time() -> None:
     outcome = jobs.record.enqueue(tag="alive")
-    claim = live.claimed(outcome, lease=0.6, overdue=-0.6)
+    claim = live.claimed(outcome, lease=2, overdue=-2)
     heart = Heart(
-        job_pk=claim.job_pk, fence=claim.fence, owner=claim.owner, name=claim.name, lease=0.6
+        job_pk=claim.job_pk, fence=claim.fence, owner=claim.owner, name=claim.name, lease=2
     )
     coordinator = Coordinator()
     begun = live.attempt(outcome).beat_at
@@ -226,7 +226,7 @@ def test_live_job_is_never_taken_by_a_coordinator_that_looks_all_the_time() -> N
 
         def lives_on() -> bool:
             assert coordinator.reclaim() == []
-            return (live.attempt(outcome).beat_at - begun).total_seconds() > 2
+            return (live.attempt(outcome).beat_at - begun).total_seconds() > 6
 
         until(lives_on, PATIENCE, what="it has lived for three leases")
     assert not heart.lost.is_set()
@@ -345,12 +345,14 @@ def test_jobs_left_by_a_dead_leader_are_recovered_by_the_next_one() -> None:
 
 
 def test_second_coordinator_rests_while_the_first_one_leads_and_takes_over_after_its_ttl() -> None:
-    with live.brisk(**PATIENT, LEADER_TTL=0.5):
+    with live.brisk(**PATIENT, LEADER_TTL=60):
         first, second = Coordinator(), Coordinator()
         assert first.tick().leads
         for _ in range(3):
             assert first.tick().leads, "it renews its lease"
             assert not second.tick().leads
+        with live.brisk(**PATIENT, LEADER_TTL=0.5):
+            assert first.tick().leads, "for half a second more"
         until(lambda: second.tick().leads, PATIENCE, what="the lease runs out")
         assert not first.tick().leads
 

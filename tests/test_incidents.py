@@ -23,7 +23,11 @@ from tests.app import jobs
 from tests.proxy import Proxy
 from tests.waiting import until
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.large]
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.large,
+    pytest.mark.timeout(300),  # longer than SLOW_TO_CLEAR
+]
 
 WITHIN = 6.0  # seconds; summaries keep what happened for up to a minute more
 ALERTS = {
@@ -131,7 +135,7 @@ def test_job_that_ends_its_workers_processes(spawn: live.Spawn) -> None:
         jobs.leave.enqueue_many([{"tag": str(n), "how": "os._exit"} for n in range(200)])
         alert = rises("retries", "testapp.leave")
         assert " lost." in alert.words
-        assert counted("recovered_total", "death") >= 6
+        until(lambda: counted("recovered_total", "death") >= 6, live.PATIENCE)
         lever("pause", "--job", "testapp.leave")
         began = settled_number_of_attempts()
         assert (
@@ -177,6 +181,8 @@ def test_redis_that_is_slow(spawn: live.Spawn) -> None:
 
 def test_producer_that_sends_everything_again(spawn: live.Spawn) -> None:
     live.start_worker(spawn, **SWIFT)
+    for number in range(5):
+        live.wait_for(jobs.record.enqueue(tag=str(number)))
     with live.brisk(**SWIFT), calling(lambda n: jobs.record.enqueue(tag=str(n % 5))):
         alert = rises("duplicates", "testapp.record")
         assert "replay" in alert.words
@@ -191,7 +197,8 @@ def test_job_that_is_poison(spawn: live.Spawn) -> None:
 
     def call(number: int) -> None:
         jobs.record.enqueue(tag=str(number % 3))
-        jobs.fail_for_good.enqueue(tag="poison")
+        if number % 50 == 1:  # DEAD at every look in between
+            jobs.fail_for_good.enqueue(tag="poison")
 
     with live.brisk(**SWIFT), calling(call):
         alert = rises("dead", "testapp.fail_for_good")

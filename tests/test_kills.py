@@ -8,12 +8,15 @@ import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import django_rq
+import psutil
 import pytest
 import redis
-from django.db import connection
+from django.db import connection, transaction
 from rq.command import send_stop_job_command
+from rq.job import Job as RqJob
 from rq.serializers import JSONSerializer
 
 from dedupjobs import clock, dispatch, lifecycle
@@ -397,6 +400,7 @@ def test_simple_worker_told_twice_to_end_interrupts_its_job_and_gives_its_lock_u
         outcome = jobs.wait_with_long_lease.enqueue(tag="simple", release=str(release))
         live.begun("simple")
         worker.signal(signal.SIGTERM)
+        worker.wait_for_output("warm shut down requested", PATIENCE)
         sent = time.monotonic()
         until(lambda: time.monotonic() - sent > 1.1)  # RQ takes two within a second for one
         assert live.outcomes(outcome) == [None], "the first signal lets the job go on"
@@ -411,7 +415,7 @@ def test_simple_worker_told_twice_to_end_interrupts_its_job_and_gives_its_lock_u
 @with_sqlite
 def test_idle_workers_told_to_end_as_a_job_arrives_lose_none(spawn: Spawn) -> None:
     workers = [
-        spawn("rqworker", *queues, **live.env_of())
+        spawn("rqworker", *queues, **live.env_of(SHUTDOWN_GRACE=60))
         for queues in (["default"], ["default", "high"]) * 3
     ]
     for worker in workers:
@@ -439,6 +443,8 @@ def test_job_stopped_through_rq_is_cancelled(
     outcome = jobs.wait.enqueue(tag="stop", release=str(release))
     live.begun("stop")
     rq_id = live.attempt(outcome).rq_id
+    message = RqJob(rq_id, connection=redis_client, serializer=JSONSerializer)
+    until(lambda: message.refresh() or message.worker_name, PATIENCE, what="RQ's books name it")
     send_stop_job_command(redis_client, rq_id, serializer=JSONSerializer)
     row = live.wait_for(outcome, Status.CANCELLED)
     assert live.outcomes(outcome) == [AttemptOutcome.CANCELLED]
@@ -448,6 +454,15 @@ def test_job_stopped_through_rq_is_cancelled(
 
 
 # ---- stopped and woken
+
+
+def stop_between_beats(outcome: Any, *pids: int) -> None:
+    """Stop the processes while we have locked the attempt, or one might keep it locked."""
+    with transaction.atomic():
+        JobAttempt.objects.select_for_update().get(pk=live.attempt(outcome).pk)
+        for pid in pids:
+            live.kill(pid, signal.SIGSTOP)
+            until(lambda p=pid: psutil.Process(p).status() == psutil.STATUS_STOPPED)
 
 
 @pytest.mark.large
@@ -465,8 +480,7 @@ def test_worker_stopped_past_its_lease_and_woken_writes_nothing_stale(
     outcome = jobs.wait.enqueue(tag="zombie", release=str(release))
     horse = live.begun("zombie")
     other = live.start_worker(spawn)
-    for pid in (sleeper.pid, horse):
-        live.kill(pid, signal.SIGSTOP)
+    stop_between_beats(outcome, sleeper.pid, horse)
     live.begun("zombie", 2)
     release.touch()
     live.wait_for(outcome)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -381,10 +382,14 @@ def test_rqs_books_show_how_it_ended(spawn: Spawn, rq_queue: Queue) -> None:
     start(spawn)
     pids_of("ab")
     ids = list(JobAttempt.objects.values_list("rq_id", flat=True))
-    until(lambda: rq_queue.started_job_registry.count == 0, PATIENCE)
     [worker] = Worker.all(connection=rq_queue.connection)
-    until(lambda: worker.refresh() or worker.get_state() == "idle", PATIENCE)
-    assert worker.successful_job_count == 2
+
+    def rests() -> bool:
+        worker.refresh()
+        return (worker.get_state(), worker.successful_job_count) == ("idle", 2)
+
+    until(rests, PATIENCE)
+    assert rq_queue.started_job_registry.count == 0
     assert worker.total_working_time > 0
     assert worker.current_execution_count == 0
     assert sorted(rq_queue.finished_job_registry.get_job_ids()) == sorted(ids)
@@ -437,7 +442,8 @@ def test_message_without_a_hash_is_passed_over(spawn: Spawn, redis_client: redis
     pids_of("a")
     pid_of(jobs.record_high.enqueue(tag="b"))
     for queue in ("default", "high"):
-        assert redis_client.lrange(f"rq:queue:{queue}:intermediate", 0, -1) == []
+        key = f"rq:queue:{queue}:intermediate"
+        until(lambda k=key: redis_client.lrange(k, 0, -1) == [], PATIENCE)
 
 
 TRIPS = 7.0  # per job, of which two are the lock's; plain RQ has 20
@@ -601,10 +607,16 @@ def test_pacemaker_tells_once_that_no_heart_has_beaten_for_a_while() -> None:
 
 
 @pytest.fixture
-def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process have run no message yet."""
+def new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let this process have run no message yet, and leave nothing to pay in other tests."""
     monkeypatch.setattr(runner, "host", runner.Host())
     monkeypatch.setattr(runner, "_messages", 0)
+    yield
+    if isinstance(runner.host, runner.Resident):
+        pacemaker = runner.host.pacemaker
+        with pacemaker.beating(Beating(0.06)):
+            pass
+        until(lambda: pacemaker._wakes == math.inf, PATIENCE, what="it has paid")
 
 
 @pytest.mark.usefixtures("transactional_db", "new_process")

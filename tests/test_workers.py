@@ -353,7 +353,9 @@ def test_500_jobs_run_once_each_on_sqlite_while_the_web_writes(spawn: Spawn) -> 
             left = ProcessedJob.objects.exclude(status=Status.SUCCEEDED)
             until(lambda: not left.all().exists(), 300, what="all jobs are done")
     assert errors == [], "nobody was told that the database is locked"
-    assert list(JobAttempt.objects.values_list("outcome", flat=True)) == [SUCCEEDED] * 500
+    # But for rows of a message whose turn did not come in time.
+    begun = JobAttempt.objects.exclude(outcome=AttemptOutcome.RETURNED)
+    assert list(begun.values_list("outcome", flat=True)) == [SUCCEEDED] * 500
     assert Ledger.objects.exclude(tag="web").count() == 500
 
 

@@ -561,7 +561,7 @@ def record_alone(*, tag: str) -> None:
     note(tag)
 
 
-@job(key="nap:{tag}", unique_for=FOREVER, lease=2, timeout=60, batch="group")
+@job(key="nap:{tag}", unique_for=FOREVER, lease=60, timeout=60, batch="group")
 def wait_in_group(*, tag: str, release: str) -> None:
     wait.func(tag=tag, release=release)
 
