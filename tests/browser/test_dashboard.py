@@ -206,7 +206,7 @@ class Polls:
         until(lambda: self.page.wait_for_timeout(50) or len(self.made) >= number, 60)
 
     def gaps(self) -> list[float]:
-        """Return the seconds between any two that were answered, by the browser's clock."""
+        """Return the seconds between any two that are over, by the browser's clock."""
         ours = f"performance.getEntriesByType('resource').filter(e => e.name.includes('{POLL}'))"
         at = self.page.evaluate(f"{ours}.map(e => e.startTime / 1000)")
         return [b - a for a, b in pairwise(at)]
