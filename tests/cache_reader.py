@@ -23,7 +23,8 @@ django.setup()
 
 from django.db import connections  # noqa: E402 - models load after the set-up
 
-from dedupjobs import cache, conf, invalidation, probes  # noqa: E402
+from dedupjobs import cache, conf, controls, invalidation, probes  # noqa: E402
+from tests.waiting import until  # noqa: E402
 
 THREADS = 3
 
@@ -65,6 +66,7 @@ class Reader:
 
 def main(end: Path, seed: int, keys: list[str]) -> None:
     invalidation.ensure_listening()
+    until(lambda: controls._hears, 60, what="the listener is connected")
     Path(f"{end}.{seed}").touch()
     reader = Reader(end, seed, keys)
     reader.run()

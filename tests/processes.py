@@ -65,8 +65,12 @@ class Spawned:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        until(self._no_children, what=f"the children of {self.title} are gone")
+        self.kill_children()
         self._file.close()
+
+    def kill_children(self) -> None:
+        """Kill all others of the session, and see them gone."""
+        until(self._no_children, what=f"the children of {self.title} are gone")
 
     def _no_children(self) -> bool:
         children = self.children()

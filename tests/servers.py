@@ -389,6 +389,10 @@ def _account() -> str:
     return pwd.getpwuid(os.getuid()).pw_name
 
 
+NOBODY = f"redis://{HOST}:1"
+"""No server is there, nor will be: only root may, and no connection starts from that port."""
+
+
 def free_port() -> int:
     """
     Return a loopback port that is free now, below those that systems give to whoever asks for any.

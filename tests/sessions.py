@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from typing import Any
 
@@ -23,7 +23,8 @@ needs_row_locks = pytest.mark.skipif(
 # To this database, but for the one that asks. `{}`: conditions on the columns state and query.
 _OTHERS = {
     "postgresql": "SELECT pid, query FROM pg_stat_activity "
-    "WHERE datname = current_database() AND pid <> pg_backend_pid()",
+    "WHERE datname = current_database() AND pid <> pg_backend_pid() "
+    "AND backend_type = 'client backend'",  # not the vacuum
     "mysql": "SELECT id, info FROM information_schema.processlist "
     "WHERE db = DATABASE() AND id <> CONNECTION_ID()",
 }
@@ -93,11 +94,12 @@ def _rows(sql: dict[str, str]) -> Sequence[tuple[Any, ...]]:
         return cursor.fetchall()
 
 
-def until_one_waits() -> None:
-    """Return once a session of this database waits for a lock."""
+def until_one_waits(unless: Callable[[], bool] = lambda: False) -> None:
+    """Return once a session of this database waits for a lock, or ``unless`` is true."""
     # InnoDB answers from a cache that it renews once nobody has asked for 100 ms, and another
     # process of the suite may be asking, too: at another pace.
-    until(waiting, 30, every=0.15 + 0.2 * WORKER_NUMBER, what="a session waits for a lock")
+    pace = 0.15 + 0.2 * WORKER_NUMBER
+    until(lambda: unless() or waiting(), 30, every=pace, what="a session waits for a lock")
 
 
 def let_nobody_in() -> None:

@@ -226,22 +226,22 @@ def test_line_in_the_log_that_can_not_be_written_undoes_the_action(
 # ---- healing
 
 
-def test_stuck_job_is_taken_from_its_lost_worker(admin_client: Client) -> None:
+def test_stuck_job_is_taken_from_its_lost_worker(
+    admin_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     row = make(Status.RUNNING)
     attempt = expired(row)
     locks.acquire(row.pk, attempt.owner, ttl=60)
-    noted = clock.utcnow
+    noted = clock.utcnow()
+    monkeypatch.setattr(clock, "utcnow", lambda: noted)
     page = admin_client.get(address("change", row.pk))
     assert "stuck: the worker of attempt 1" in page.content.decode()
     assert "Take the job from it" in page.content.decode()
     early = operate(admin_client, "reclaim", AsSeen.of(row), seen=page.context["watch"])
     assert "watched for 0 s only; look again in 20 s" in messages(early)[0]
     assert fresh(row).status == "RUNNING"
-    clock.utcnow = lambda: noted() + timedelta(seconds=21)
-    try:
-        done = operate(admin_client, "reclaim", AsSeen.of(row), seen=page.context["watch"])
-    finally:
-        clock.utcnow = noted
+    monkeypatch.setattr(clock, "utcnow", lambda: noted + timedelta(seconds=21))
+    done = operate(admin_client, "reclaim", AsSeen.of(row), seen=page.context["watch"])
     assert messages(done)[0].startswith("Take the job from a lost worker")
     now, lost = fresh(row), JobAttempt.objects.get()
     assert (now.status, now.lost_count, lost.outcome) == ("RETRYING", 1, "LOST")

@@ -24,7 +24,7 @@ from tests import live
 from tests.app import jobs
 from tests.proxy import Proxy
 from tests.rows import at
-from tests.servers import HOST, free_port
+from tests.servers import HOST, NOBODY
 from tests.waiting import until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -418,10 +418,9 @@ def test_cleared_cache_loses_nothing_but_speed() -> None:
 
 
 def test_reads_without_redis_come_from_the_database_and_cost_one_time_out_a_second() -> None:
-    url = f"redis://{HOST}:{free_port()}"
     done()
     another_process()
-    with live.changed(DEDUPJOBS={"L1_TTL": 0.001}, CACHES=live.redis_at(url)["CACHES"]):
+    with live.changed(DEDUPJOBS={"L1_TTL": 0.001}, CACHES=live.redis_at(NOBODY)["CACHES"]):
         answers = [jobs.record.status(tag="a") for _ in range(20)]
     assert answers == [Status.SUCCEEDED] * 20
 

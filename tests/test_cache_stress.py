@@ -72,6 +72,7 @@ def test_no_reader_goes_back_in_time_and_all_agree_with_the_database_in_the_end(
 def disturb(chance: random.Random, tags: list[str]) -> None:
     """Enqueue again and again, wipe the cache, cut listeners off, prune."""
     with redis.Redis.from_url(settings.CACHE_URL) as client:
+        cut_listeners_off(client)  # at least once
         deadline = clock.monotonic() + SECONDS
         while clock.monotonic() < deadline:
             what = chance.random()

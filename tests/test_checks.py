@@ -23,7 +23,7 @@ from dedupjobs.models import ProcessedJob
 from tests import live
 from tests.app import events, jobs
 from tests.rows import alter, tables_missing
-from tests.servers import free_port
+from tests.servers import NOBODY
 
 pytestmark = pytest.mark.django_db
 
@@ -578,7 +578,7 @@ def test_tables_that_are_missing_keep_no_check_from_running() -> None:
 def test_redis_that_does_not_answer_is_w006_at_deploy_only() -> None:
     queues = {
         "default": settings.RQ_QUEUES["default"],
-        "high": {"URL": f"redis://127.0.0.1:{free_port()}/0"},
+        "high": {"URL": f"{NOBODY}/0"},
         "low": settings.RQ_QUEUES["low"],
     }
     with override_settings(RQ_QUEUES=queues):

@@ -149,14 +149,14 @@ from tests.app import jobs
 from tests.waiting import until
 
 out = {}
-row = jobs.fail.enqueue(tag="zone", times=1).job
+row = jobs.fail_once.enqueue(tag="zone").job
 now = clock.utcnow()
 out["now"] = abs((lifecycle.database_now() - now).total_seconds())
 out["created"] = abs((ProcessedJob.objects.get(pk=row.pk).created_at - now).total_seconds())
 out["ran"] = run_pending()                       # due at once
 retrying = ProcessedJob.objects.get(pk=row.pk)
 out["status"] = retrying.status
-until(run_pending)                               # due after its backoff of 0.1 s, not hours
+until(run_pending)                               # due after its backoff of 2 s, not hours
 out["waited"] = (lifecycle.database_now() - retrying.run_after).total_seconds()
 claim = lifecycle.claim(jobs.record.enqueue(tag="zone").job.pk, 1, owner="zone",
                         place=lifecycle.Place())

@@ -29,7 +29,7 @@ from tests.app.models import Ledger
 from tests.live import PATIENCE, SIMPLE, STOCK, Spawn, with_sqlite
 from tests.processes import Spawned
 from tests.rows import together
-from tests.servers import HOST, MariaDB, PostgreSQL, Server, Valkey, free_port
+from tests.servers import HOST, NOBODY, MariaDB, PostgreSQL, Server, Valkey
 from tests.sessions import needs_row_locks, needs_server
 from tests.waiting import until
 
@@ -373,7 +373,7 @@ def test_leading_process_killed_is_followed_by_another(spawn: Spawn) -> None:
 
 def test_coordinators_without_redis_all_lead_and_reclaim() -> None:
     claim = live.claimed(jobs.record.enqueue(tag="dark"), overdue=FAR)
-    with live.changed(**live.redis_at(f"redis://{HOST}:{free_port()}")):
+    with live.changed(**live.redis_at(NOBODY)):
         first, second = Coordinator(), Coordinator()
         assert first.tick().leads
         assert second.tick().leads

@@ -33,6 +33,7 @@ from dedupjobs.models import (
     Summary,
 )
 from dedupjobs.summaries import MINUTE
+from dedupjobs.testing import frozen_clock
 from tests import outlet
 from tests.admin_rows import address, everything, expired, make, person, try_of
 from tests.processes import Spawned
@@ -209,9 +210,8 @@ def test_duplicates_are_told_by_cause_and_time() -> None:
 
 @pytest.mark.parametrize("span", ["hour", "day"])
 def test_charts_show_what_ended(span: str) -> None:
-    row = make(Status.SUCCEEDED)
+    row, now = make(Status.SUCCEEDED), lifecycle.database_now()
     for outcome in ("SUCCEEDED", "SUCCEEDED", "FAILED", "LOST"):
-        now = lifecycle.database_now()
         try_of(row, outcome=outcome, ended_at=now, run_time=0.4, queue_delay=30.0)
     summaries.keep()
     charts = {chart.key: chart for chart in board.read(span).charts}
@@ -312,6 +312,7 @@ def test_what_is_not_measured_is_not_a_zero() -> None:
         assert (shown[key].value, shown[key].hint) == ("–", "a coordinator has not counted yet")
 
 
+@frozen_clock()  # what is an hour old now is not in a minute
 def test_reads_of_the_cache_and_waits_for_locks_are_those_of_the_span() -> None:
     minute = summaries.floor(lifecycle.database_now(), MINUTE)
     for minutes, reads, waits in (

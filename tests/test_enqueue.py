@@ -48,7 +48,7 @@ from tests.rows import (
     tables_missing,
     until_blocked,
 )
-from tests.servers import free_port
+from tests.servers import NOBODY
 
 pytestmark = pytest.mark.django_db
 committing = pytest.mark.django_db(transaction=True)
@@ -103,7 +103,7 @@ def messages(client: redis.Redis, queue: str = "default") -> list[str]:
 @pytest.fixture
 def redis_down() -> Iterator[None]:
     """Let every queue's server refuse connections."""
-    url = f"redis://127.0.0.1:{free_port()}/0"
+    url = f"{NOBODY}/0"
     with override_settings(RQ_QUEUES={"default": {"URL": url}}):
         dispatch.forget_clients()
         yield
@@ -974,7 +974,7 @@ with transaction.atomic(using="default"):
         assert jobs.record.enqueue(tag="b").created
     assert count() == 2, "waited for the commit of another alias"
 assert not jobs.record.enqueue(tag="a").created
-jobs.fail.enqueue(tag="c")
+jobs.fail_once.enqueue(tag="c")
 assert run_pending() == 3
 Coordinator().tick()
 print("done")

@@ -18,7 +18,7 @@ from dedupjobs.inbox.reading import Reader
 from dedupjobs.models import InboxMessage
 from dedupjobs.outbox import publishing, relay, shelf
 from dedupjobs.outbox.relay import Relay
-from tests import outlet, test_inbox
+from tests import outlet, sessions, test_inbox
 from tests.app import events
 from tests.outlet import NOTED, STREAM, payloads, relayed, sent
 from tests.rows import PATIENCE, Side, at, has_row_locks
@@ -53,7 +53,7 @@ def commits_in_order() -> bool:
         with transaction.atomic():
             outbox.publish("a", 1, key="k")
             second = Side(outbox.publish, "a", 2, key="k")
-            second.join(1.0)
+            sessions.until_one_waits(unless=lambda: not second.is_alive())
             Side(relayed).result()
         second.result()
         relayed()

@@ -46,7 +46,7 @@ from dedupjobs.testing import run_pending
 from tests import live
 from tests.app import jobs
 from tests.proxy import Proxy
-from tests.servers import HOST, Valkey, free_port
+from tests.servers import HOST, NOBODY, Valkey
 from tests.settings import WORKER_NUMBER
 from tests.waiting import until
 
@@ -375,7 +375,7 @@ def in_process(script: str, *arguments: str, **ours: Any) -> str:
 
 def test_change_that_redis_did_not_take_is_told_with_the_next_one(told: Any) -> None:
     first, second = (row_of(jobs.record.enqueue(tag=tag)) for tag in "ab")
-    away = live.redis_at(f"redis://{HOST}:{free_port()}")["CACHES"]
+    away = live.redis_at(NOBODY)["CACHES"]
     with override_settings(CACHES=away):
         caches.close_all()
         cache.client.cache_clear()
@@ -397,7 +397,7 @@ def pages() -> Iterator[Any]:
         key="order:{order}",
         unique_for=FOREVER,
         max_attempts=2,
-        backoff=0.1,
+        backoff=3_600,
         invalidates=("order:{order}:page", ("default", "orders")),
     )
     def pages(order: int, fails: bool = False) -> None:
@@ -423,7 +423,8 @@ def test_job_deletes_the_entries_that_depend_on_it_when_it_ends_and_when_it_is_q
     run_pending()  # fails, and waits for its retry
     assert row_of(outcome).status == Status.RETRYING
     assert "order:7:page" in left()
-    until(lambda: run_pending() and row_of(outcome).status == Status.DEAD, what="it is dead")
+    run_pending(retries=True)
+    assert row_of(outcome).status == Status.DEAD
     assert left() == {"order:8:page"}
     fill()
     operations.retry(row_of(outcome), by="op")
@@ -446,7 +447,7 @@ def test_application_cache_that_fails_is_told_and_harms_no_job(pages: Any) -> No
 
     signals.invalidation_troubled.connect(note)
     outcome = pages.enqueue(order=7)
-    away = live.redis_at(f"redis://{HOST}:{free_port()}")["CACHES"]
+    away = live.redis_at(NOBODY)["CACHES"]
     try:
         with override_settings(CACHES={**away, "status": settings.CACHES["default"]}):
             run_pending()
@@ -504,7 +505,7 @@ def test_stamp_that_redis_has_lost_is_never_an_old_one() -> None:
 
 
 def test_without_redis_no_stamp_matches_and_a_bump_is_an_error() -> None:
-    with live.changed(CACHES=live.redis_at(f"redis://{HOST}:{free_port()}")["CACHES"]):
+    with live.changed(CACHES=live.redis_at(NOBODY)["CACHES"]):
         assert cache_stamp("catalog") != cache_stamp("catalog")
         with pytest.raises(redis.exceptions.ConnectionError):
             bump_stamp("catalog")
@@ -566,7 +567,7 @@ def test_invalidate_command_names_what_it_can_not_use(arguments: list[str], says
 
 def test_invalidate_command_says_if_redis_did_not_take_it() -> None:
     jobs.record.enqueue(tag="a")
-    away = live.redis_at(f"redis://{HOST}:{free_port()}")["CACHES"]
+    away = live.redis_at(NOBODY)["CACHES"]
     with (
         live.changed(DEDUPJOBS=LONG, CACHES=away),
         pytest.raises(CommandError, match="did not take"),

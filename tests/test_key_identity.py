@@ -242,7 +242,7 @@ def test_key_function_is_called_once_with_a_copy_and_retries_keep_the_key() -> N
         if len(notes()) == 1:
             raise ValueError(tag)
 
-    specimen = define(fail_at_first, "fails", key=key, backoff=0.1)
+    specimen = define(fail_at_first, "fails", key=key, backoff=60)
     given = {"mine": 1}
     row = specimen.enqueue(tag="a", options=given).job
     assert calls == [{"tag": "a", "options": {"mine": 1, "changed": True}}]

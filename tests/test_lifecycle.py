@@ -18,6 +18,7 @@ from dedupjobs.endings import Error
 from dedupjobs.lifecycle import Claim, Note, Place
 from dedupjobs.models import AttemptOutcome, JobAttempt, ProcessedJob, Status
 from dedupjobs.registry import FOREVER
+from dedupjobs.testing import frozen_clock
 from tests.app import jobs
 from tests.rows import (
     Held,
@@ -256,6 +257,7 @@ def test_begin_of_an_attempt_that_was_reclaimed_is_refused(row: ProcessedJob) ->
 # ---- beat
 
 
+@frozen_clock()
 def test_beat_renews_the_lease_and_writes_progress_and_activity(claim: Claim) -> None:
     expire(claim)
     pulse = lifecycle.beat(claim.fence, lease=30, progress="[1, 2, null]", active=20)
@@ -304,7 +306,7 @@ def test_beat_on_an_attempt_that_is_locked_does_not_wait_and_sees_it_alive(
         settling = Side(lifecycle.complete, claim, "null", unique_for=FOREVER)
         pause.wait()
         beating = Side(lifecycle.beat, claim.fence, lease=30)
-        assert beating.result(5) == lifecycle.Pulse()
+        assert beating.result(15) == lifecycle.Pulse()
         pause.go_on()
         assert settling.result() == Status.SUCCEEDED
     assert lifecycle.beat(claim.fence, lease=30) == lifecycle.Pulse(over=True)
@@ -321,7 +323,7 @@ def test_beat_against_a_reclaim_that_is_about_to_commit_learns_that_the_lease_is
         pause.wait()
         beating = Side(lifecycle.beat, claim.fence, lease=30)
         if has_row_locks:
-            assert beating.result(5) == lifecycle.Pulse()  # not visible yet
+            assert beating.result(15) == lifecycle.Pulse()  # not visible yet
         pause.go_on()
         assert reclaiming.result().outcome == "LOST"
         beating.result()
@@ -934,7 +936,7 @@ def test_reclaim_of_a_job_that_a_business_transaction_holds_skips_it(
     with Held(claim) as business:
         reclaiming = Side(reclaim, claim)
         if has_row_locks:
-            assert reclaiming.result(5) is None
+            assert reclaiming.result(15) is None
             assert attempt_row(claim).outcome is None
         business.commit()
         first = reclaiming.result()  # SQLite's one writer was waited for
@@ -954,7 +956,7 @@ def test_reclaim_of_an_attempt_that_is_being_settled_leaves_it_its_ending(
         pause.wait()
         reclaiming = Side(reclaim, claim)
         if has_row_locks:
-            assert reclaiming.result(5) is None
+            assert reclaiming.result(15) is None
         pause.go_on()
         assert settling.result() == Status.SUCCEEDED
         assert reclaiming.result() is None
@@ -1073,7 +1075,7 @@ def test_business_transaction_that_holds_the_row_lets_its_job_beat_and_settle(
     with Held(claim) as business:
         beating = Side(lifecycle.beat, claim.fence, lease=60)
         if has_row_locks:
-            assert beating.result(5) == lifecycle.Pulse()
+            assert beating.result(15) == lifecycle.Pulse()
             assert attempt_row(claim).lease_until > lifecycle.database_now()
             assert reclaim(claim, beat_at=watched) is None
         settling = Side(ENDINGS["complete"], claim)
@@ -1301,7 +1303,7 @@ def test_mark_of_a_row_that_a_business_transaction_holds_does_not_wait(
     with Held(row) as business:
         marking = Side(mark)
         if has_row_locks:
-            assert not marking.result(5)
+            assert not marking.result(15)
             assert job_row(row).dispatch_id == row.dispatch_id
         business.commit()
         first = marking.result()  # SQLite's one writer was waited for

@@ -306,7 +306,7 @@ def test_async_wait_for_a_result_lets_other_code_use_the_database_meanwhile(
 
     async def use() -> Any:
         outcome = await jobs.record.aenqueue(tag="a", text="x")
-        waiting = asyncio.create_task(outcome.aresult(timeout=3))
+        waiting = asyncio.create_task(outcome.aresult(timeout=30))
         await asyncio.sleep(0)  # it begins to wait
         await sync_to_async(run_pending)()
         return await waiting

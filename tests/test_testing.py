@@ -274,7 +274,9 @@ def test_job_that_waits_for_redis_counts_as_no_attempt_that_ran() -> None:
 
 @pytest.mark.django_db(transaction=True)
 def test_retry_that_waits_for_redis_is_tried_once() -> None:
-    made = job(key="{tag}", unique_for=None, name="tests.flaky", on_redis_error="wait")
+    made = job(
+        key="{tag}", unique_for=None, name="tests.flaky", on_redis_error="wait", backoff=60
+    )  # fmt: skip
     flaky = made(jobs.fail.func)
     try:
         outcome = flaky.enqueue(tag="a", times=1)

@@ -112,6 +112,7 @@ def test_sign_reaches_both_kinds_of_sockets_at_most_once_a_second(
     name = f"@dedupjobs-{os.getpid()}" if kind == "abstract" else str(tmp_path / "notify")
     monkeypatch.setenv("NOTIFY_SOCKET", name)
     monkeypatch.setattr(vitals, "_next", 0.0)
+    monkeypatch.setattr(vitals.clock, "monotonic", lambda: 1.0)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
         listening.bind(name.replace("@", "\0"))
         listening.settimeout(0)

@@ -472,11 +472,11 @@ def give_falsy(*, tag: str, what: int) -> Any:
 FALSY: tuple[Any, ...] = (0, 0.0, "", [], {}, None, False)
 
 
-@job(key="outlast:{tag}", unique_for=FOREVER, timeout=0.2, max_attempts=1)
+@job(key="outlast:{tag}", unique_for=FOREVER, timeout=2, max_attempts=1)
 def outlast_timeout(*, tag: str) -> str:
     """Run longer than the time-out."""
     note(tag, "begin")
-    time.sleep(0.6)
+    time.sleep(3)
     note(tag, "end")
     return "outlasted"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -165,7 +164,7 @@ def lost_with_its_host(
     until(lambda: Ledger.objects.filter(tag="order 7").exists(), 60, what="it runs")
     worker.signal(signal.SIGKILL)
     worker.wait()
-    until(lambda: not [os.kill(pid, signal.SIGKILL) for pid in worker.children()])
+    worker.kill_children()
     stuck = criteria.stuck().values("job_id")
     until(lambda: stuck.all().exists(), what="its lease of 2 s is over")
     return fresh(row), JobAttempt.objects.get()
