@@ -861,7 +861,7 @@ def test_worker_tells_a_webhook_and_one_that_hangs_holds_no_job_up(
     hook.gate.clear()
     make_dead()
     once = {**AT_ONCE, "EVERY": 0.1, "WEBHOOK": hook.url, "WEBHOOK_TIMEOUT": 60}
-    live.start_worker(spawn, ALERTS=once)
+    live.start_worker(spawn, LOCK_TIMEOUT=5, ALERTS=once)
     with live.brisk():
         until(lambda: AlertNotice.objects.filter(tries=1).exists(), live.PATIENCE)
         live.wait_for(jobs.record.enqueue(tag="meanwhile"))
