@@ -273,7 +273,7 @@ class Payment:
 
     def left_behind(self, error: BaseException) -> None:
         """Owe it again; but what was sent and only had no answer may have been counted."""
-        if not isinstance(error, RedisTimeout) or isinstance(error, wire.BudgetSpent):
+        if not isinstance(error, RedisTimeout) or isinstance(error, wire.NotSent):
             _owed.add(self.counts)
 
 

@@ -33,7 +33,7 @@ from dedupjobs import (
     registry,
     traffic,
 )
-from dedupjobs.alerts import book
+from dedupjobs.alerts import book, sight
 from dedupjobs.clock import DbNow
 from dedupjobs.exceptions import UnknownQueue
 from dedupjobs.models import WAITING, Severity
@@ -206,8 +206,7 @@ def _indexes() -> Findings:
 
 
 def _clocks() -> Findings:
-    ours, theirs = clock.utcnow(), lifecycle.database_now()
-    yield _compared("the database's", (theirs - ours).total_seconds())
+    yield _compared("the database's", sight.database_ahead())
     for name, ahead in _redis_clocks():
         yield _compared(name, ahead)
 
@@ -216,11 +215,15 @@ def _redis_clocks() -> Iterator[tuple[str, float]]:
     """Yield how far each server's clock is ahead; one that is away is named among the servers."""
     for at, member in enumerate(census.take()):
         if not member.trouble:
-            yield f"lock server {member.alias}'s" if at else "the locks' Redis's", member.ahead
+            name = f"lock server {member.alias}'s" if at else "the locks' Redis's"
+            yield name, sight.surely(member.ahead, member.took / 2)
     for queue in dispatch.one_queue_per_server():
         with suppress(*UNREACHABLE, UnknownQueue):
-            now = dispatch.server_time(queue)
-            yield f"the Redis of queue {queue}'s", now - clock.utcnow().timestamp()
+            begun = clock.monotonic()
+            theirs = dispatch.server_time(queue)
+            took = clock.monotonic() - begun
+            ahead = theirs - clock.utcnow().timestamp() + took / 2
+            yield f"the Redis of queue {queue}'s", sight.surely(ahead, took / 2)
 
 
 def _compared(whose: str, ahead: float) -> Finding:

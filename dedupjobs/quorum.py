@@ -117,6 +117,7 @@ class Server:
     def __init__(self, name: str, client_of: Callable[[str], Redis], *, timeout: float) -> None:
         self.name = name
         self.trouble: Exception | None = None
+        self.made = 0  # connections, ever
         self._client_of = client_of
         self._client: Redis | None = None
         self._timeout = timeout
@@ -145,12 +146,26 @@ class Server:
             line.connection.disconnect()
         return None
 
-    def line_by(self, deadline: float) -> Line | None:
-        """As ``line``, but wait until then for one that is being made."""
+    def line_by(self, deadline: float, *, made: int) -> Line | None:
+        """
+        As ``line``, but wait until then for one that is being made.
+
+        ``made``: how many had been made when the question began. Where there are more by now, the
+        server is well, and other threads were faster.
+        """
         while (line := self.line()) is None and self.trouble is None:
             self.connect()
-            self._wait(deadline)
+            if not self._wait(deadline):
+                if self.made == made:
+                    self.fail(RedisTimeout(f"{self.name} can not be connected to in time"))
+                break
         return line
+
+    @property
+    def why_no_line(self) -> str:
+        if self.trouble is None:
+            return f"{self.name} has no connection for us in time"
+        return f"{self.name} is away: {self.trouble}"
 
     def put_back(self, line: Line) -> None:
         """Take a connection that nobody uses now."""
@@ -176,6 +191,7 @@ class Server:
             self.fail(error)
         else:
             self._idle.append(line)
+            self.made += 1
             self.trouble = None
         finally:
             with self._changed:
@@ -190,11 +206,11 @@ class Server:
         connection.read_response()
         return Line(connection)
 
-    def _wait(self, deadline: float) -> None:
+    def _wait(self, deadline: float) -> bool:
+        """Wait until nobody connects; False: somebody still does."""
         with self._changed:
             left = max(deadline - clock.monotonic(), 0)
-            if not self._changed.wait_for(lambda: not self._connecting, left):
-                self.fail(RedisTimeout(f"{self.name} can not be connected to in time"))
+            return self._changed.wait_for(lambda: not self._connecting, left)
 
     def close(self) -> None:
         while self._idle:
@@ -252,6 +268,7 @@ class _Question:
     def __init__(self, servers: Sequence[Server], begun: float, timeout: float) -> None:
         self._servers = servers
         self._deadline = begun + timeout
+        made = [server.made for server in servers]
         for server in servers:
             if server.trouble:
                 server.connect()
@@ -261,10 +278,11 @@ class _Question:
                 server.connect()  # all at the same time; then they are waited for
         half = begun + timeout / 2
         self._lines = [
-            line or server.line_by(half) for server, line in zip(servers, lines, strict=True)
+            line or server.line_by(half, made=number)
+            for server, line, number in zip(servers, lines, made, strict=True)
         ]
         self._answers: list[Answer] = [
-            None if line else RedisConnectionError(f"{server.name} is away: {server.trouble}")
+            None if line else RedisConnectionError(server.why_no_line)
             for server, line in zip(servers, self._lines, strict=True)
         ]
 

@@ -156,7 +156,7 @@ def flush() -> None:
             pipe.expire(_key("samples"), TTL)
             pipe.execute()
     except (RedisError, OSError) as error:
-        if isinstance(error, RedisTimeout) and not isinstance(error, wire.BudgetSpent):
+        if isinstance(error, RedisTimeout) and not isinstance(error, wire.NotSent):
             return  # it was sent and only the answer is late: to send it again would count twice
         with _owed.guard:
             _owed.counts.update(counts)

@@ -71,18 +71,23 @@ class Load:
             cargo.left_behind(error)
 
 
+class NotSent(RedisTimeout):
+    """The time was over before a command was sent, so the server has not carried it out."""
+
+
 @dataclass  # without slots, which all threads would share
 class Deadline(threading.local):
     """When this thread's Redis calls must be over, by the monotonic clock; None: no limit."""
 
     at: float | None = None
 
-    def left(self) -> float | None:
+    def left(self, over: type[RedisTimeout] = RedisTimeout) -> float | None:
+        """Return the seconds that are left; None: no limit. Raises ``over`` once it has passed."""
         if self.at is None:
             return None
         left = self.at - clock.monotonic()
         if left <= 0:
-            raise RedisTimeout("the time that a push may take is over")
+            raise over("the time that a push may take is over")
         return left
 
 
@@ -97,8 +102,8 @@ class DeadlineConnection:
     deadline: Deadline
     parts: int = 1
 
-    def _limit(self: Any) -> None:
-        left = self.deadline.left()
+    def _limit(self: Any, over: type[RedisTimeout] = RedisTimeout) -> None:
+        left = self.deadline.left(over)
         if left is not None:
             left /= self.parts
             self.socket_connect_timeout = left
@@ -115,8 +120,16 @@ class DeadlineConnection:
             raise
         return sock
 
+    def connect_check_health(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().connect_check_health(*args, **kwargs)  # type: ignore[misc]
+        except NotSent:
+            raise
+        except RedisTimeout as error:  # also of the handshake, which comes before any command
+            raise NotSent(str(error)) from error
+
     def send_packed_command(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._limit()
+        self._limit(NotSent)
         return super().send_packed_command(*args, **kwargs)  # type: ignore[misc]
 
     def read_response(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -262,8 +275,8 @@ def time_of(client: Redis) -> float:
     return float(answer[0] + answer[1] / 1_000_000)
 
 
-class BudgetSpent(RedisTimeout):
-    """Nothing was sent: the breaker is open, or the budget of this second is spent."""
+class BudgetSpent(NotSent):
+    """The breaker is open, or the budget of this second is spent."""
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from django.test import override_settings
 from dedupjobs import conf
 from dedupjobs.alerts import rules
 from dedupjobs.alerts.rules import Found, Job, Queue, Server, Sight, Target, Untold
-from dedupjobs.alerts.sight import Past, _surely
+from dedupjobs.alerts.sight import Past, surely
 from dedupjobs.alerts.watch import Patience
 from dedupjobs.thresholds import KINDS, Thresholds
 
@@ -238,7 +238,7 @@ def test_past_forgets_what_is_too_old() -> None:
     [(2.0, 0.5, 1.5), (-2.0, 0.5, -1.5), (0.4, 0.5, 0.0), (-0.4, 0.5, 0)],
 )
 def test_slow_answer_makes_no_odd_clock(ahead: float, doubt: float, sure: float) -> None:
-    assert _surely(ahead, doubt) == sure
+    assert surely(ahead, doubt) == sure
 
 
 # ---- thresholds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import signal
 import socket
 import threading
@@ -47,15 +48,14 @@ SITI = "siti@example.org"
 ADMINS = [SITI] if django.VERSION >= (6, 0) else [("Siti", SITI)]
 
 
-AT_ONCE = {"RAISE_AFTER": 0.001, "CLEAR_AFTER": 0.001}
+AT_ONCE = {"RAISE_AFTER": 0.001, "CLEAR_AFTER": 0.001, "REDIS_SLOW": 4}  # a machine may be busy
 
 
 @contextmanager
 def told(**thresholds: Any) -> Iterator[None]:
     """Use these thresholds; a trouble is raised at its second look, and cleared so."""
-    with live.changed(
-        DEDUPJOBS={**live.BRISK, "LOCK_TIMEOUT": 5, "ALERTS": {**AT_ONCE, **thresholds}}
-    ):
+    patient = {"LOCK_TIMEOUT": 5, "PUSH_TIMEOUT": 5}
+    with live.changed(DEDUPJOBS={**live.BRISK, **patient, "ALERTS": {**AT_ONCE, **thresholds}}):
         yield
 
 
@@ -460,7 +460,7 @@ def test_missing_coordinator_shows_before_anybody_raises_it() -> None:
         assert book.standing() == []
         LastLook.objects.update(at=DbNow(-25))
         (alert,) = book.standing()
-        assert "the last look was 25 s ago" in alert.words
+        assert re.search(r"the last look was 2[5-9] s ago", alert.words)
         assert not Alert.objects.exists(), "looking at it writes nothing"
 
 
@@ -486,7 +486,7 @@ def test_coordinator_that_comes_back_tells_that_none_was_there(heard: list[News]
         ("raised", "no_coordinator"),
         ("cleared", "no_coordinator"),
     ]
-    assert "250 s ago" in heard[0].words
+    assert re.search(r"25\d s ago", heard[0].words)
 
 
 # ---- told
@@ -519,15 +519,19 @@ def test_webhook_gets_each_raise_and_each_clear_once(hook: Hook) -> None:
     assert not AlertNotice.objects.exists()
 
 
-def test_webhook_that_refuses_is_tried_again_more_and_more_slowly(hook: Hook) -> None:
+def test_webhook_that_refuses_is_tried_again_more_and_more_slowly(
+    hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hook.answers = [(status, {}) for status in (500, 302, 200)]
     with told(WEBHOOK=hook.url):
         make_dead()
         looks(Watch())
-        assert deliver("webhook") == 0
-        notice = AlertNotice.objects.get()
-        assert (notice.tries, notice.error) == (1, "Refused: it answered 500")
-        assert deliver("webhook") == 0, "not before its time"
+        with monkeypatch.context() as patched:
+            patched.setattr(couriers, "pause", lambda tries: 60.0)
+            assert deliver("webhook") == 0
+            notice = AlertNotice.objects.get()
+            assert (notice.tries, notice.error) == (1, "Refused: it answered 500")
+            assert deliver("webhook") == 0, "not before its time"
         assert len(hook.told) == 1
         for error in ("Refused: it answered 302", ""):
             AlertNotice.objects.update(due_at=DbNow())
@@ -564,6 +568,7 @@ def test_webhook_that_hangs_is_cut_off_and_is_itself_an_alert(hook: Hook) -> Non
         assert alert.subject == "webhook"
         assert "could not be delivered by webhook" in alert.words
         assert alert in book.standing(), "people see it without the webhook"
+    with told(WEBHOOK=hook.url, UNTOLD_FOR=0.5):
         hook.gate.set()
         AlertNotice.objects.update(due_at=DbNow())
         assert deliver("webhook") == 2, "both are told once it answers"
@@ -855,7 +860,8 @@ def test_worker_tells_a_webhook_and_one_that_hangs_holds_no_job_up(
 ) -> None:
     hook.gate.clear()
     make_dead()
-    live.start_worker(spawn, ALERTS={**AT_ONCE, "EVERY": 0.1, "WEBHOOK": hook.url})
+    once = {**AT_ONCE, "EVERY": 0.1, "WEBHOOK": hook.url, "WEBHOOK_TIMEOUT": 60}
+    live.start_worker(spawn, LOCK_TIMEOUT=5, ALERTS=once)
     with live.brisk():
         until(lambda: AlertNotice.objects.filter(tries=1).exists(), live.PATIENCE)
         live.wait_for(jobs.record.enqueue(tag="meanwhile"))

@@ -19,7 +19,7 @@ from dedupjobs.alerts.watch import Watch
 from dedupjobs.census import Member
 from tests import live
 from tests.servers import HOST, Valkey, free_port
-from tests.test_quorum import Servers, lock_servers
+from tests.test_quorum import TIMEOUT, Servers, lock_servers
 
 
 def member(alias: str, **said: Any) -> Member:
@@ -268,7 +268,7 @@ def test_node_of_a_cluster_is_e042() -> None:
 
 @pytest.mark.large
 def test_server_that_is_stopped_is_away_within_the_timeout() -> None:
-    with lock_servers(3) as servers:
+    with lock_servers(3, LOCK_TIMEOUT=TIMEOUT) as servers:
         servers.signal(signal.SIGSTOP, 0)
         (problem,) = census.problems(census.take())
         assert problem.number == "W020"

@@ -42,7 +42,11 @@ def server() -> Iterator[redis.Redis]:
 
 
 class Costs:
-    """Counts a block's SQL statements on our tables, transactions, and round trips to Redis."""
+    """
+    Counts a block's SQL statements on our tables, transactions, and round trips to Redis.
+
+    The controls are left out: a process reads them once in a while, whatever it does.
+    """
 
     def __init__(self) -> None:
         self.trips = 0
@@ -65,7 +69,8 @@ class Costs:
         self._patch.stop()
         texts = [query["sql"] for query in self._captured]
         self.transactions = sum(text.startswith("COMMIT") for text in texts)
-        self.statements = [text.split(maxsplit=1)[0] for text in texts if "dedupjobs_" in text]
+        ours = [t for t in texts if "dedupjobs_" in t and "dedupjobs_control" not in t]
+        self.statements = [text.split(maxsplit=1)[0] for text in ours]
 
 
 def waiting() -> ProcessedJob:
@@ -93,7 +98,7 @@ def cheapest(act: Callable[[], object]) -> Costs:
         with Costs() as costs:
             act()
         found.append(costs)
-    return min(found, key=lambda costs: costs.trips)
+    return min(found, key=lambda costs: (costs.trips, len(costs.statements)))
 
 
 STATEMENTS = {
@@ -206,7 +211,10 @@ def test_duplicate_that_only_the_database_can_answer_is_not_read_again(
     assert (len(unknown.statements), unknown.trips) == (1, 1)
 
 
-def test_duplicate_that_this_process_knows_costs_nothing(server: redis.Redis) -> None:
+def test_duplicate_that_this_process_knows_costs_nothing(
+    server: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stats, "GATHER", 3600)  # the count waits
     jobs.record.enqueue(tag="a")
     run_pending()
     for _ in range(3):

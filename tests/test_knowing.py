@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, timedelta
 from typing import Any
 
@@ -21,7 +22,16 @@ from django.core.management import CommandError, call_command
 from django.db import connection
 from django.test import override_settings
 
-from dedupjobs import clock, counters, diagnosis, lifecycle, operations, runner, stats
+from dedupjobs import (
+    clock,
+    counters,
+    diagnosis,
+    lifecycle,
+    operations,
+    runner,
+    stats,
+    wire,
+)
 from dedupjobs.coordinator import Coordinator
 from dedupjobs.diagnosis import FAILURE, OK, WARNING, Finding
 from dedupjobs.management import asked
@@ -46,12 +56,26 @@ def _patient() -> Iterator[None]:
 
 @pytest.fixture
 def own_redis() -> Iterator[Valkey]:
-    """A server of our own, which queues, locks and counts are on; waits for it are short."""
-    brief = {"DEDUPJOBS": {"LOCK_TIMEOUT": 0.3, "PUSH_TIMEOUT": 0.3}}
-    with Valkey() as server, live.changed(**live.redis_at(server.url), **brief):
-        counters.forget_clients()
+    """A server of our own, which queues, locks and counts are on."""
+    patient = {"DEDUPJOBS": {"LOCK_TIMEOUT": 10, "PUSH_TIMEOUT": 10}}
+    with Valkey() as server, live.changed(**live.redis_at(server.url), **patient):
         yield server
-    counters.forget_clients()
+
+
+@contextmanager
+def struck(server: Valkey, fault: str) -> Iterator[None]:
+    """Let it be stopped or hang in the block, in which waits for it are short."""
+    assert server.process is not None
+    if fault == "stopped":
+        server.kill()
+    else:
+        server.process.send_signal(signal.SIGSTOP)
+    try:
+        with live.changed(DEDUPJOBS={"LOCK_TIMEOUT": 0.3, "PUSH_TIMEOUT": 0.3}):
+            yield
+    finally:
+        if fault == "hanging":
+            server.process.send_signal(signal.SIGCONT)
 
 
 def printed(*command: str) -> str:
@@ -217,30 +241,13 @@ def test_key_with_a_line_break_prints_no_line_of_its_own() -> None:
 @pytest.mark.parametrize("fault", ["stopped", "hanging"])
 def test_story_is_told_soon_while_redis_is_away(own_redis: Valkey, fault: str) -> None:
     row = jobs.record.enqueue(tag="a").job
-    _strike(own_redis, fault)
-    try:
+    with struck(own_redis, fault):
         begun = time.monotonic()
         story = printed("dedupjobs_explain", str(row.pk))
         assert time.monotonic() - begun < 5
-    finally:
-        _undo(own_redis, fault)
     assert "Lock: can not be asked (" in story
     assert "RQ: can not be asked (" in story
     assert "Why: handed over to queue default" in story
-
-
-def _strike(server: Valkey, fault: str) -> None:
-    assert server.process is not None
-    if fault == "stopped":
-        server.kill()
-    else:
-        server.process.send_signal(signal.SIGSTOP)
-
-
-def _undo(server: Valkey, fault: str) -> None:
-    if fault == "hanging":
-        assert server.process is not None
-        server.process.send_signal(signal.SIGCONT)
 
 
 # ---- stats
@@ -278,15 +285,12 @@ def test_stats_as_json_are_the_metrics() -> None:
 @pytest.mark.parametrize("fault", ["stopped", "hanging"])
 def test_stats_say_soon_that_redis_is_away(own_redis: Valkey, fault: str) -> None:
     jobs.record.enqueue(tag="a")
-    _strike(own_redis, fault)
     out = io.StringIO()
-    try:
+    with struck(own_redis, fault):
         begun = time.monotonic()
         with pytest.raises(SystemExit) as ended:
             call_command("dedupjobs_stats", stdout=out)
         assert time.monotonic() - begun < 5
-    finally:
-        _undo(own_redis, fault)
     assert ended.value.code == 1
     assert out.getvalue().startswith("The redis does not answer; its figures are left out.\n")
     assert "default" in out.getvalue()
@@ -509,6 +513,28 @@ def test_doctor_compares_the_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("s ahead of this machine's" in finding.words for finding in about)
 
 
+def test_doctor_blames_no_clock_for_a_slow_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = timedelta()
+
+    def slow(ask: Callable[..., Any]) -> Callable[..., Any]:
+        """Let each answer come three seconds later, with the time at which it is given."""
+
+        def answer(*args: Any) -> Any:
+            nonlocal passed
+            passed += timedelta(seconds=3)
+            found = ask(*args)
+            return found + (passed.total_seconds() if isinstance(found, float) else passed)
+
+        return answer
+
+    now, monotonic = clock.utcnow, clock.monotonic
+    monkeypatch.setattr(clock, "utcnow", lambda: now() + passed)
+    monkeypatch.setattr(clock, "monotonic", lambda: monotonic() + passed.total_seconds())
+    monkeypatch.setattr(lifecycle, "database_now", slow(lifecycle.database_now))
+    monkeypatch.setattr(wire, "time_of", slow(wire.time_of))
+    assert [finding.level for finding in diagnosis._clocks()] == [OK] * 3
+
+
 def test_doctor_sees_eviction_memory_and_a_disk_that_is_full(own_redis: Valkey) -> None:
     with own_redis.client() as admin:
         admin.config_set("maxmemory-policy", "allkeys-lru")
@@ -538,13 +564,10 @@ def test_doctor_sees_a_replica_where_the_primary_should_be(own_redis: Valkey) ->
 @pytest.mark.parametrize("fault", ["stopped", "hanging"])
 @pytest.mark.large
 def test_doctor_says_soon_that_redis_is_away(own_redis: Valkey, fault: str) -> None:
-    _strike(own_redis, fault)
-    try:
+    with struck(own_redis, fault):
         begun = time.monotonic()
         found = examined()
         assert time.monotonic() - begun < 10
-    finally:
-        _undo(own_redis, fault)
     assert {finding.level for finding in found["redis"]} == {FAILURE}
     assert found["migrations"][0].level == OK
 

@@ -10,6 +10,7 @@ import pytest
 from django.db import DataError, OperationalError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 
+from dedupjobs import controls
 from dedupjobs.lifecycle import prepared
 from dedupjobs.models import ProcessedJob, Status
 from tests import live
@@ -40,6 +41,7 @@ def live_one(tag: str) -> Status | None:
 def warm_up() -> None:
     for number in range(prepared.WORTH):
         assert live_one(f"warm {number}") == Status.SUCCEEDED
+    controls.current(at_most=0.0)  # what a process reads once in a while is prepared, too
 
 
 def test_connection_that_is_used_again_prepares_what_it_repeats() -> None:

@@ -28,7 +28,8 @@ from tests.proxy import Proxy
 from tests.servers import HOST, Valkey
 from tests.waiting import until
 
-TIMEOUT = 1.0  # LOCK_TIMEOUT of these tests
+PATIENT = 10.0  # LOCK_TIMEOUT of these tests, since the machine may be busy
+TIMEOUT = 1.0  # of those that measure what a silent server costs
 SOON = 0.4  # seconds in which an answer comes that waits for nobody
 
 
@@ -82,7 +83,7 @@ def lock_servers(number: int, **changes: Any) -> Iterator[Servers]:
         ours = {
             **settings.DEDUPJOBS,
             "LOCK_CACHE": [f"locks{at}" for at in range(number)],
-            "LOCK_TIMEOUT": TIMEOUT,
+            "LOCK_TIMEOUT": PATIENT,
             **changes,
         }
         stack.enter_context(live.changed(CACHES=caches, DEDUPJOBS=ours))
@@ -93,6 +94,13 @@ def lock_servers(number: int, **changes: Any) -> Iterator[Servers]:
 @pytest.fixture
 def three() -> Iterator[Servers]:
     with lock_servers(3) as servers:
+        yield servers
+
+
+@pytest.fixture
+def brief() -> Iterator[Servers]:
+    """Three for which nobody waits long."""
+    with lock_servers(3, LOCK_TIMEOUT=TIMEOUT) as servers:
         yield servers
 
 
@@ -268,45 +276,45 @@ def test_minority_that_is_alive_holds_nothing_until_the_others_are_back(
 
 @pytest.mark.large
 def test_stopped_server_keeps_nobody_waiting_and_is_asked_again_once_it_goes_on(
-    three: Servers,
+    brief: Servers,
 ) -> None:
     locks.acquire(1, "opens the connections", ttl=30)
-    three.signal(signal.SIGSTOP, 0)
+    brief.signal(signal.SIGSTOP, 0)
     assert usually(lambda pk: locks.acquire(pk, "me", ttl=60), range(2, 40), Grip.HELD) < SOON
     server = quorum().servers[0]
     comes("it is left out", lambda: locks.extend(2, "me", ttl=60) and server.trouble)
-    three.signal(signal.SIGCONT, 0)
+    brief.signal(signal.SIGCONT, 0)
     comes("it is back", lambda: locks.extend(2, "me", ttl=60) and server.trouble is None)
     locks.acquire(99, "me", ttl=30)
-    comes("it is asked", lambda: three.read(0, 99) == "99:me")
+    comes("it is asked", lambda: brief.read(0, 99) == "99:me")
 
 
 @pytest.mark.large
-def test_majority_that_is_stopped_costs_one_timeout_and_then_nothing(three: Servers) -> None:
+def test_majority_that_is_stopped_costs_one_timeout_and_then_nothing(brief: Servers) -> None:
     locks.acquire(1, "opens the connections", ttl=30)
-    three.signal(signal.SIGSTOP, 1, 2)
+    brief.signal(signal.SIGSTOP, 1, 2)
     grip, took = timed(lambda: locks.acquire(2, "me", ttl=30))
     assert grip is Grip.UNREACHABLE
     assert TIMEOUT * 0.9 < took < TIMEOUT * 1.9
     assert usually(lambda _: locks.acquire(2, "me", ttl=30), range(10), Grip.UNREACHABLE) < SOON
-    three.signal(signal.SIGCONT, 1, 2)
+    brief.signal(signal.SIGCONT, 1, 2)
     comes("they are back", lambda: locks.acquire(3, "me", ttl=30) is Grip.HELD)
 
 
 @pytest.mark.large
 @pytest.mark.parametrize("holes", [(0,), (1,), (0, 1), (0, 1, 2)])
 def test_server_that_takes_connections_and_never_answers_costs_one_timeout_at_most(
-    three: Servers, holes: tuple[int, ...]
+    brief: Servers, holes: tuple[int, ...]
 ) -> None:
     for at in holes:
-        three.proxies[at].black_hole()
+        brief.proxies[at].black_hole()
     wanted = Grip.HELD if len(holes) == 1 else Grip.UNREACHABLE
     grip, took = timed(lambda: locks.acquire(1, "me", ttl=30))
     assert (grip, took < TIMEOUT * 1.9) == (wanted, True), took
     assert usually(lambda _: locks.acquire(2, "me", ttl=30), range(5), wanted) < SOON
     for at in holes:
-        three.proxies[at].pass_through()
-        three.proxies[at].cut()
+        brief.proxies[at].pass_through()
+        brief.proxies[at].cut()
     comes("it is back", lambda: locks.extend(2, "me", ttl=30) and not troubles())
     assert locks.acquire(3, "me", ttl=30) is Grip.HELD
 
@@ -316,13 +324,13 @@ def troubles() -> list[Exception]:
 
 
 @pytest.mark.large
-def test_slow_minority_keeps_nobody_waiting_and_has_its_vote(three: Servers) -> None:
+def test_slow_minority_keeps_nobody_waiting_and_has_its_vote(brief: Servers) -> None:
     locks.acquire(1, "opens the connections", ttl=30)
-    three.proxies[2].delay(0.2)
+    brief.proxies[2].delay(0.2)
     assert usually(lambda pk: locks.acquire(pk, "me", ttl=60), range(2, 60), Grip.HELD) < 0.2
     assert not troubles(), "it answers in time"
-    comes("it has all", lambda: three.read(2, 59) == "59:me")
-    three.kill(0)
+    comes("it has all", lambda: brief.read(2, 59) == "59:me")
+    brief.kill(0)
     comes("its vote counts", lambda: locks.acquire(99, "me", ttl=60) is Grip.HELD)
 
 
@@ -422,9 +430,9 @@ def test_servers_that_refuse_to_write_have_no_vote(three: Servers) -> None:
 
 @pytest.mark.large
 def test_late_answer_is_not_taken_for_that_to_the_next_question() -> None:
-    with lock_servers(3, LOCK_TIMEOUT=8.0) as three:
+    with lock_servers(3, LOCK_TIMEOUT=30) as three:
         locks.acquire(1, "opens the connections", ttl=30)
-        three.proxies[2].delay(1.5)  # within which the next question is asked
+        three.proxies[2].delay(3)  # within which the next question is asked
         three.write(1, "another", pk=8)
         three.write(2, "another", pk=8)
         assert locks.acquire(7, "me", ttl=30) is Grip.HELD, "granted by all, the last one late"
@@ -525,6 +533,16 @@ def test_server_that_is_no_redis_has_no_vote_and_stops_nobody(three: Servers, al
         assert f"{alias}: " in locks.why_unreachable()
 
 
+def test_server_whose_new_connections_others_have_taken_is_not_away(three: Servers) -> None:
+    server = quorum().servers[0]
+    server._connecting = True  # for somebody else, and for longer than we may wait
+    server.made = 1
+    assert server.line_by(clock.monotonic(), made=0) is None
+    assert server.trouble is None
+    assert server.line_by(clock.monotonic(), made=1) is None
+    assert "can not be connected to in time" in str(server.trouble)
+
+
 @pytest.mark.large
 def test_connecting_leaves_no_thread(three: Servers) -> None:
     locks.acquire(7, "me", ttl=30)
@@ -538,10 +556,10 @@ def test_all_about_a_lock_takes_no_longer_than_one_server_allows(three: Servers)
     """The majority's answers are read in one wait: delays do not add up."""
     locks.acquire(1, "opens the connections", ttl=30)
     for proxy in three.proxies:
-        proxy.delay(TIMEOUT / 2)
+        proxy.delay(2)
     grip, took = timed(lambda: locks.acquire(7, "me", ttl=30))
     assert grip is Grip.HELD
-    assert TIMEOUT / 2 <= took < TIMEOUT * 0.95
+    assert 2 <= took < 4
 
 
 def test_single_server_has_no_quorum() -> None:

@@ -311,6 +311,7 @@ def test_coordinator_prunes_at_its_first_tick_and_then_every_prune_every() -> No
 @pytest.fixture
 def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator, "PRUNE_PAGE", 2)
+    monkeypatch.setattr(coordinator, "PRUNE_SECONDS", 60.0)
 
 
 @pytest.mark.usefixtures("_small_pages")

@@ -475,10 +475,10 @@ def listed(*args: str) -> list[str]:
 
 
 def test_command_lists_the_next_slots_in_utc_and_local_time(nightly: Any) -> None:
+    now = lifecycle.database_now()
     with override_settings(TIME_ZONE="Europe/Berlin"):
         title, *slots = listed("--count", "2")
     assert title == "testapp.nightly: cron '30 2 * * *' in Europe/Berlin, catch_up='latest'"
-    now = lifecycle.database_now()
     for line, days in zip(slots, (1, 2), strict=True):
         utc, local = line.strip().split("  ")
         moment = datetime.strptime(f"{utc} +0000", "%Y-%m-%d %H:%M:%S UTC %z")

@@ -35,6 +35,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> datetime:
     """Half past some hour, which the tests let pass as they like."""
     found = summaries.floor(lifecycle.database_now(), HOUR) + timedelta(minutes=30, seconds=30)
     pass_to(monkeypatch, found)
+    monkeypatch.setattr(summaries, "BUDGET", 60.0)
     return found
 
 
@@ -233,9 +234,12 @@ def test_jobs_with_failures_come_first(now: datetime) -> None:
     assert [(row["name"], row["failures"]) for row in found] == [("testapp.c", 2), ("testapp.b", 1)]
 
 
-def test_coordinator_keeps_them_and_all_numbers_come_from_the_table(settings: Any) -> None:
+def test_coordinator_keeps_them_and_all_numbers_come_from_the_table(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """S-112: after settling, summaries and a plain count of the tables say the same."""
     settings.DEDUPJOBS = {"PUSH_TIMEOUT": 30, "LOCK_TIMEOUT": 30}
+    monkeypatch.setattr(summaries, "BUDGET", 60.0)
     from dedupjobs.testing import run_pending
 
     for tag in ("a", "b", "c"):
@@ -246,6 +250,5 @@ def test_coordinator_keeps_them_and_all_numbers_come_from_the_table(settings: An
     assert sum(row.succeeded for row in hours) == 3
     assert ProcessedJob.objects.filter(status=Status.SUCCEEDED).count() == 3
     by_job = Summary.objects.filter(span=HOUR).exclude(name="")
-    assert {(row.queue, row.name, row.succeeded) for row in by_job} == {
-        ("default", "testapp.record", 3)
-    }
+    assert {(row.queue, row.name) for row in by_job} == {("default", "testapp.record")}
+    assert sum(row.succeeded for row in by_job) == 3  # an hour may have ended between them

@@ -109,7 +109,7 @@ class Looker:
             servers=servers,
             jobs=tuple(self._jobs(now, at)),
             locks_lost=self._locks_lost(now),
-            clocks={"the database": _ahead(), **{_of(s): s.ahead for s in servers}},
+            clocks={"the database": database_ahead(), **{_of(s): s.ahead for s in servers}},
             lags={**dict(_database_lag()), **{_of(s): s.lag for s in servers}},
             untold=tuple(_untold(at)),
             targets=tuple(_targets(at)),
@@ -268,7 +268,7 @@ def _lock_servers() -> Iterator[Server]:
             trouble=member.trouble[:300],
             complaint=member.complaint[:300],
             took=member.took,
-            ahead=_surely(member.ahead, member.took / 2),
+            ahead=surely(member.ahead, member.took / 2),
         )
 
 
@@ -282,7 +282,7 @@ def _queue_server(queue: str) -> Server:
         facts = dispatch.server_facts(queue)
     except AWAY as error:
         return Server(name=name, trouble=f"{type(error).__name__}: {error}"[:300])
-    return replace(_server(name, facts), took=took, ahead=_surely(theirs - ours, took / 2))
+    return replace(_server(name, facts), took=took, ahead=surely(theirs - ours, took / 2))
 
 
 def _server(name: str, facts: Mapping[str, Any]) -> Server:
@@ -311,15 +311,15 @@ def _whole(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _ahead() -> float:
+def database_ahead() -> float:
     """Return by how many seconds the database's clock is ahead of ours."""
     before = clock.utcnow()
     theirs = lifecycle.database_now()
     took = (clock.utcnow() - before).total_seconds()
-    return _surely((theirs - before).total_seconds() - took / 2, abs(took) / 2)
+    return surely((theirs - before).total_seconds() - took / 2, abs(took) / 2)
 
 
-def _surely(ahead: float, doubt: float) -> float:
+def surely(ahead: float, doubt: float) -> float:
     """Return the part of a difference that a slow answer can not explain."""
     return ahead - doubt if ahead > doubt else ahead + doubt if ahead < -doubt else 0.0
 
