@@ -141,8 +141,13 @@ MODES = {
 }
 MODE = MODES.get(ENV("DEDUPJOBS_TEST_MODE", ""), {})
 
-# On a busy machine a healthy Redis may take longer than the default; tests of the bound set it.
-DEDUPJOBS = {"PUSH_TIMEOUT": 5.0, **MODE, **json.loads(ENV("DEDUPJOBS_TEST_SETTINGS", "{}"))}
+# On a busy machine a healthy Redis may take longer than the defaults; tests of the bounds set them.
+DEDUPJOBS = {
+    "PUSH_TIMEOUT": 5.0,
+    "LOCK_TIMEOUT": 5.0,
+    **MODE,
+    **json.loads(ENV("DEDUPJOBS_TEST_SETTINGS", "{}")),
+}
 
 LOGGING = {
     "version": 1,
