@@ -26,7 +26,7 @@ from typing import Any, cast
 from django.db import DatabaseError, InterfaceError, connections
 from redis.exceptions import RedisError
 from rq import Queue, Worker
-from rq.exceptions import InvalidJobOperation, NoSuchJobError
+from rq.exceptions import InvalidJobOperation, NoSuchJobError, StopRequested
 from rq.executions import Execution
 from rq.job import Job as RqJob
 from rq.job import JobStatus
@@ -161,6 +161,10 @@ class DedupWorker(Worker):
         if pipeline is not None:
             super().heartbeat(timeout, pipeline)
             return
+        if self._stop_requested and self._state == WorkerStatus.IDLE:
+            # Somebody has swallowed it: redis-py does, with whatever its own bookkeeping or the
+            # end of a pipeline meets. RQ's wait for a message would go on until one comes.
+            raise StopRequested
         if not self.is_horse:
             vitals.sign()
         if timeout is not None or clock.monotonic() >= self._next_heartbeat:

@@ -434,3 +434,5 @@ def test_stop_that_somebody_swallows_is_remembered(rq_queue: Queue) -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
     assert worker._stop_requested
+    with pytest.raises(StopRequested):  # instead of waiting until a message comes
+        worker.dequeue_job_and_maintain_ttl(1)
