@@ -13,7 +13,7 @@ from django.conf import settings
 from django.db import connection
 from django.utils import translation
 
-from dedupjobs import cache, controls, counters, invalidation, load, registry, runner, stats
+from dedupjobs import cache, controls, counters, invalidation, load, registry, runner, stats, wire
 from dedupjobs.lifecycle import together
 from tests import sessions
 from tests.processes import Spawned
@@ -46,6 +46,8 @@ def _empty_redis() -> None:
         with redis.Redis.from_url(url) as client:
             client.flushdb()
     cache.forget_clients()
+    for budget in (wire.budget, counters._budget, stats._budget):
+        budget.reset()  # a breaker that an earlier test has opened stays so for a second
     counters.forget_owed()
     stats._forget_owed()
     controls.forget()
