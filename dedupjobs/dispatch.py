@@ -202,7 +202,8 @@ def _owner_mark(prefix: str) -> str:
 def is_of_others(description: str) -> bool:
     """Return whether a message of dedupjobs says that it is of a project with another PREFIX."""
     _, of, owner = description.rpartition(OF)
-    return (of and of + owner.removesuffix(")")) != _owner_mark(conf.get().PREFIX)
+    mark = of + owner.removesuffix(")") if of else ""
+    return mark != _owner_mark(conf.get().PREFIX)
 
 
 def id_as_sent(rq_id: str) -> str:

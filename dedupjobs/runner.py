@@ -154,15 +154,21 @@ def serve(deliveries: list[list[int]], run_all: Callable[[Rows, str], None]) -> 
     reset_queries()  # under DEBUG Django keeps every statement, in a worker for ever
     _settle_in()
     try:
-        description = _description()
-        if (message := _message()) and dispatch.is_of_others(description):
-            handed_on = dispatch.hand_on(message)
-            signals.tell(signals.stranger_met, "", message=description, handed_on=handed_on)
-            return
-        run_all(_checked(deliveries), host.owner or clock.token())
+        if not _met_stranger():
+            run_all(_checked(deliveries), host.owner or clock.token())
     finally:
         stats.flush()  # a horse's memory ends with its run
         spans.flush()
+
+
+def _met_stranger() -> bool:
+    """Return whether the message is another project's; then it is handed on."""
+    message, description = _message(), _description()
+    if message is None or not dispatch.is_of_others(description):
+        return False
+    handed_on = dispatch.hand_on(message)
+    signals.tell(signals.stranger_met, "", message=description, handed_on=handed_on)
+    return True
 
 
 def one_by_one(rows: Rows, owner: str) -> None:

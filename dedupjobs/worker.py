@@ -71,10 +71,8 @@ REPLY_WITHIN = 3  # seconds after which a Redis that does not answer is asked on
 HEARTBEAT_EVERY = 10.0  # seconds between what RQ writes nine times a job; its own patience is 60
 MOST_RAISED = 3_000  # bytes of a traceback; so short a message is never cut in a pipe
 RQ_GRACE = 60.0  # seconds after which RQ's worker kills a horse that its alarm has not ended
-BURIAL = (
-    2.0  # seconds for which the attempts of a dead horse are ended whose rows others have locked
-)
-BURIAL_PAUSE = 0.02
+BURIAL = 2.0  # seconds for which a dead horse's attempts are tried that others have locked
+BURIAL_PAUSE = 0.05
 BATCH_DIED = "its process died while it ran another job of the batch"
 
 
@@ -561,30 +559,42 @@ class DedupWorker(Worker):
         After BURIAL seconds the coordinator has to, and that not before the lease's end.
         """
         until = clock.monotonic() + BURIAL
-        while open_ones := lifecycle.claimed_by(ride.owner):
-            for claim in open_ones:
-                self._bury_one(claim, ride.killed, innocent=ride.acquits(claim))
-                asides.freed(claim)
-            if clock.monotonic() >= until:
-                break
+        while not self._end_open(ride) and clock.monotonic() < until:
             clock.sleep(BURIAL_PAUSE)
 
-    def _bury_one(self, claim: Claim, killed: str, *, innocent: bool) -> None:
-        """End an attempt of a dead horse; ``innocent``: another row of its batch was running."""
+    def _end_open(self, ride: Ride) -> bool:
+        """End what can be ended now; return whether that was all."""
+        ended = [
+            self._bury_one(claim, ride.killed, innocent=ride.acquits(claim))
+            for claim in lifecycle.claimed_by(ride.owner)
+        ]
+        return all(ended)
+
+    def _bury_one(self, claim: Claim, killed: str, *, innocent: bool) -> bool:
+        """
+        End an attempt of a dead horse; return whether we did.
+
+        ``innocent``: another row of its batch was running.
+        """
         job = registry.find(claim.name)
         ending = _ending_of(killed, job.options if job else Options())
         if innocent:
             ending = Interrupted(reason=BATCH_DIED) if claim.began else None
         if ending is not None:
             status = runner.settle(claim, ending, execution.note_of(ending, None), job)
-            if status is not None:
-                runner.tell_end(claim, ending, status, None)
+            if status is None:
+                return False
+            runner.tell_end(claim, ending, status, None)
         elif lost := lifecycle.bury(claim.fence, "lost: its process died"):
             coordinator.tell_lost(lost, "death")
+        else:
+            return False
+        asides.freed(claim)
         if job is None or job.options.takes_lock:
             locks.release(claim.job_pk, claim.owner, cargo=[counters.payment()])
         else:
             counters.pay()
+        return True
 
     def _tell_rq(self, job: RqJob, queue: Queue, execution: Execution, status: int) -> None:
         """Let RQ's own books show the dead horse; our row has been dealt with already."""

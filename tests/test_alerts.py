@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import signal
 import socket
 import threading
@@ -460,7 +459,7 @@ def test_missing_coordinator_shows_before_anybody_raises_it() -> None:
         assert book.standing() == []
         LastLook.objects.update(at=DbNow(-25))
         (alert,) = book.standing()
-        assert re.search(r"the last look was 2[5-9] s ago", alert.words)
+        assert "the last look was 25 s ago" in alert.words
         assert not Alert.objects.exists(), "looking at it writes nothing"
 
 
@@ -486,7 +485,7 @@ def test_coordinator_that_comes_back_tells_that_none_was_there(heard: list[News]
         ("raised", "no_coordinator"),
         ("cleared", "no_coordinator"),
     ]
-    assert re.search(r"25\d s ago", heard[0].words)
+    assert "250 s ago" in heard[0].words
 
 
 # ---- told

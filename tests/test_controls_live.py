@@ -29,7 +29,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 LOST, SUCCEEDED = AttemptOutcome.LOST, AttemptOutcome.SUCCEEDED
 WHO = {"by": "anna", "reason": "an incident"}
 HEARD, UNHEARD = 1.0, 5.0  # seconds until a control is in force everywhere
-BUSY = 2.0  # seconds by which a busy machine may be late; unheard, it would take four at least
+BUSY = 0.5  # seconds by which a machine with too few cores may be late
 
 
 def put(kind: str, value: float | None = None, **about: Any) -> Control:
@@ -186,7 +186,7 @@ def test_time_out_that_is_set_ends_a_run_that_is_under_way(
     attempt = live.wait_for_outcome(outcome, AttemptOutcome.TIMED_OUT)
     assert "1 s" in attempt.error_message
     assert attempt.run_time is not None
-    assert attempt.run_time < 15
+    assert attempt.run_time < 5
 
 
 @pytest.mark.large
@@ -222,7 +222,7 @@ def test_lease_that_is_set_reaches_a_run_that_is_under_way(spawn: Spawn, tmp_pat
         attempt = live.attempt(outcome)
         return (attempt.lease_until - attempt.beat_at).total_seconds() > 200
 
-    until(leased, PATIENCE, what="the next beats renew it for so long")
+    until(leased, 2 / 6 + HEARD + 2, what="the next beats renew it for so long")
     release.touch()
     live.wait_for(outcome)
 
@@ -274,7 +274,7 @@ def test_slot_of_a_killed_horse_is_free_at_once(spawn: Spawn, tmp_path: Path) ->
         live.wait_for(second)
         live.wait_for(first)
     assert watch.most == 1
-    assert (ran.ended_at - killed_at).total_seconds() < 20  # long before its lease would end
+    assert (ran.ended_at - killed_at).total_seconds() < 2  # long before its lease would end
 
 
 @pytest.mark.large
@@ -298,7 +298,7 @@ def test_slot_of_a_killed_worker_is_free_once_its_lease_is_over(
     assert claimed is not None
     assert claimed.claimed_at >= lease_over, "no live lease was passed over"
     # Two witnesses, and RECLAIM_EVERY, TICK and LEADER_TTL of the brisk settings.
-    assert (claimed.claimed_at - lease_over).total_seconds() < 2 / 3 + 1 + 3 + 10
+    assert (claimed.claimed_at - lease_over).total_seconds() < 2 / 3 + 1 + 3
     assert watch.most == 1
     assert second.created
 

@@ -344,7 +344,8 @@ def writing() -> Iterator[list[Exception]]:
 @pytest.mark.skipif(connection.vendor != "sqlite", reason="about SQLite's one writer")
 @pytest.mark.timeout(400)
 def test_500_jobs_run_once_each_on_sqlite_while_the_web_writes(spawn: Spawn) -> None:
-    with live.changed(RQ={"WORKER_CLASS": SIMPLE}):
+    few = {"BATCH": 5, "PUSH_TIMEOUT": 5.0}  # to a message, or the last ones' turn comes too late
+    with live.changed(RQ={"WORKER_CLASS": SIMPLE}, DEDUPJOBS=few):
         start(spawn, SIMPLE)
         live.start_worker(spawn, worker=SIMPLE)
         with writing() as errors:
@@ -353,9 +354,7 @@ def test_500_jobs_run_once_each_on_sqlite_while_the_web_writes(spawn: Spawn) -> 
             left = ProcessedJob.objects.exclude(status=Status.SUCCEEDED)
             until(lambda: not left.all().exists(), 300, what="all jobs are done")
     assert errors == [], "nobody was told that the database is locked"
-    # But for rows of a message whose turn did not come in time.
-    begun = JobAttempt.objects.exclude(outcome=AttemptOutcome.RETURNED)
-    assert list(begun.values_list("outcome", flat=True)) == [SUCCEEDED] * 500
+    assert list(JobAttempt.objects.values_list("outcome", flat=True)) == [SUCCEEDED] * 500
     assert Ledger.objects.exclude(tag="web").count() == 500
 
 

@@ -28,7 +28,7 @@ WIPE_REDIS_AT = 12.0
 
 # Redis is wiped as soon as this many jobs wait, so that the wipe really loses messages.
 WAITING_AT_WIPE = 5
-FAULT_WITHIN_SECONDS = 30.0
+FAULT_WITHIN_SECONDS = 15.0
 
 # Providers and people try again when they get no answer or a 5xx. Long enough for the web
 # server to come back, should you kill it.
@@ -42,7 +42,7 @@ SHORT_LIVES = 4
 SUPERVISE_EVERY_SECONDS = 0.5
 
 # Everything has to be at rest this long after the last delivery, or it counts as lost.
-SETTLE_WITHIN_SECONDS = 180.0
+SETTLE_WITHIN_SECONDS = 60.0
 
 START_WITHIN_SECONDS = 120.0
 # A worker ends its current job first; that takes less than a second here.

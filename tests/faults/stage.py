@@ -41,7 +41,7 @@ ENQUEUERS = 1
 CONSUMERS = 2  # of which one has its turn
 STOCK_COORDINATORS = 2
 SHORT_LIFE = 2.0  # seconds; a stock worker ends at once where Redis is away
-MOST_FAILURES = 150  # more than a fail-over lasts that has to be tried again
+MOST_FAILURES = 20
 PAUSE_AFTER_FAILURE = 0.5  # seconds, as a supervisor of processes has it
 
 
