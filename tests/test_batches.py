@@ -309,7 +309,7 @@ def test_success_that_comes_while_others_are_taken_to_be_written_is_not_lost(
 
 def test_success_of_a_group_waits_a_moment_only_while_a_slow_job_runs(acts: Any) -> None:
     rows = enqueued("group", 3)
-    acts["1"] = lambda: until(lambda: job_row(rows[0]).status == Status.SUCCEEDED, 15)
+    acts["1"] = lambda: until(lambda: job_row(rows[0]).status == Status.SUCCEEDED, 2)
     run(rows)
     assert outcomes(rows) == [[SUCCEEDED]] * 3
 
